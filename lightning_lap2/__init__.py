@@ -1,0 +1,39 @@
+"""Differentially private training of unmodified LightningModules: Laplace noise, l2 clipping.
+
+``Lap2Privacy`` is the callback for ``lightning.pytorch``; ``lightning_lap2.pytorch_lightning.Lap2Privacy`` is
+the same for the ``pytorch_lightning`` namespace. ``lightning_lap2.accounting`` needs neither torch nor Lightning,
+which is why the names below are loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_lap2._version import __version__
+
+if TYPE_CHECKING:
+    from lightning_lap2.gradients.suggest import suggest
+    from lightning_lap2.lightning import Lap2Privacy
+    from lightning_lap2.report import PrivacyReport
+
+__all__ = ["Lap2Privacy", "PrivacyReport", "__version__", "suggest"]
+
+_HOMES = {
+    "Lap2Privacy": "lightning_lap2.lightning",
+    "PrivacyReport": "lightning_lap2.report",
+    "suggest": "lightning_lap2.gradients.suggest",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,73 @@
+"""Argument checks, worded in one place: every message names the argument, its value and the legal set.
+
+A wrong type is a ``TypeError``, a wrong value a ``ValueError``. No torch here: accounting uses it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from numbers import Integral, Real
+from typing import Any
+
+
+def real(name: str, value: Any) -> float:
+    """``value`` as a float; bool, str and NaN are refused."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    number = float(value)
+    if math.isnan(number):
+        raise ValueError(f"{name} must be a number, got nan")
+    return number
+
+
+def positive(name: str, value: Any, *, finite: bool = False) -> float:
+    number = real(name, value)
+    if not number > 0 or (finite and math.isinf(number)):
+        raise ValueError(f"{name} must be positive{' and finite' if finite else ''}, got {value!r}")
+    return number
+
+
+def non_negative(name: str, value: Any) -> float:
+    number = real(name, value)
+    if number < 0:
+        raise ValueError(f"{name} must not be negative, got {value!r}")
+    return number
+
+
+def probability(name: str, value: Any) -> float:
+    """A number in [0, 1]."""
+    number = real(name, value)
+    if not 0 <= number <= 1:
+        raise ValueError(f"{name} must lie in [0, 1], got {value!r}")
+    return number
+
+
+def open_unit(name: str, value: Any) -> float:
+    """A number strictly between 0 and 1."""
+    number = real(name, value)
+    if not 0 < number < 1:
+        raise ValueError(f"{name} must lie strictly between 0 and 1, got {value!r}")
+    return number
+
+
+def integer(name: str, value: Any, *, minimum: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value!r}")
+    return int(value)
+
+
+def choice(name: str, value: Any, legal: Collection[str]) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r} of type {type(value).__name__}")
+    if value not in legal:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r}")
+    return value
+
+
+def boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+    return value

@@ -1,0 +1,9 @@
+"""Per-example gradients, clipping and their sum (torch only; no Lightning)."""
+
+from __future__ import annotations
+
+from lightning_lap2.gradients.clipping import Clipper, FlatClipper
+from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError
+from lightning_lap2.gradients.parameters import ParameterLayout
+
+__all__ = ["Clipper", "Engine", "FlatClipper", "ParameterLayout", "StepCall", "UnsupportedModelError"]
