@@ -1,0 +1,137 @@
+r"""Noise from torch's generators, on the device that holds the sum.
+
+One 64-bit word per fp32 value (two per fp64 value) is split as in :mod:`lightning_lap2.noise.aes`: a sign,
+an integer k of 31 (63) bits, and further bits for u, so :math:`t = (k + u)\,2^{-31}` never falls below
+2^-64 (2^-127). Laplace noise reaches 44.3 (88.0) scales, Gaussian noise 9.4 (13.2). u is added to every k
+rather than to the small ones alone: a device has no use for a gather, and where k fills the mantissa the
+sum rounds back to k.
+
+*Strength.* These generators are statistically good but not cryptographic: CUDA's Philox4x32 has a 64-bit
+key, the CPU's Mersenne Twister is linear. Each call takes fresh entropy of the operating system for the
+whole state (key *and* counter of Philox; all 19,968 bits of the Twister, whose ``manual_seed`` would use
+32). Where a cryptographic stream is wanted on an accelerator ask for ``"aes"``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_lap2.noise.base import Distribution, NoiseSource
+
+_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}  # values per round: cache on a CPU, 32 MiB of words on a GPU
+
+_TWISTER_WORDS = 624
+_TWISTER_START = 24  # bytes before the words in torch's CPU state: seed (8), left (4), seeded (4), next (8)
+_PHILOX_OFFSET_BITS = 62  # of the 64-bit counter: room for what one release draws
+
+
+class TorchNoise(NoiseSource):
+    """Noise from a private ``torch.Generator``, re-keyed at every call.
+
+    Raises:
+        ValueError: for a device other than ``cpu`` and ``cuda`` (ROCm included), whose generators this code
+            does not know how to key; use ``"aes"`` there.
+        RuntimeError: if torch's generator state is not laid out as expected.
+    """
+
+    name: ClassVar[str] = "torch"
+
+    def __init__(self, device: torch.device, *, seed: int | None = None, rank: int = 0) -> None:
+        super().__init__(device, seed=seed, rank=rank)
+        if device.type not in _CHUNK:
+            raise ValueError(
+                f"noise_source='torch' knows the generators of cpu and cuda, not of {device.type!r}: "
+                "use noise_source='aes'"
+            )
+
+    def _add(self, values: Tensor, scale: float, distribution: Distribution, release: int) -> None:
+        generator = torch.Generator(device=values.device)
+        if values.device.type == "cpu":
+            key_twister(generator, self._secret(4 * _TWISTER_WORDS, release))
+        else:
+            key_philox(generator, self._secret(16, release))
+        unit = unit_laplace if distribution == "laplace" else unit_gaussian
+        chunk = _CHUNK[values.device.type]
+        for start in range(0, values.numel(), chunk):
+            part = values[start : start + chunk]
+            part.add_(unit(part.numel(), part.dtype, generator), alpha=scale)
+
+
+def key_twister(generator: torch.Generator, secret: bytes) -> None:
+    """Fills the whole state of a CPU generator with 2,496 secret bytes.
+
+    ``manual_seed`` keeps 32 bits, so two of 2^16 releases would share their noise. The layout of the state is
+    not documented; it is checked against the Twister's own initialisation before it is trusted.
+    """
+    generator.manual_seed(1)
+    state = generator.get_state()
+    end = _TWISTER_START + 8 * _TWISTER_WORDS
+    words = state[_TWISTER_START:end].view(torch.int64)
+    second = (1812433253 * 1 + 1) % 2**32  # x_1 = 1812433253 (x_0 xor (x_0 >> 30)) + 1 with x_0 = seed = 1
+    if words.numel() != _TWISTER_WORDS or words[:2].tolist() != [1, second]:
+        raise RuntimeError(
+            f"torch {torch.__version__} keeps its CPU generator in an unknown form: use noise_source='aes'"
+        )
+    words.copy_(torch.frombuffer(bytearray(secret), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF)
+    generator.set_state(state)
+
+
+def key_philox(generator: torch.Generator, secret: bytes) -> None:
+    """Sets key and counter of a CUDA generator from 16 secret bytes.
+
+    The state is (seed, offset), 8 bytes each, little-endian; the offset counts in fours. A random offset of
+    62 bits beside the 64-bit key keeps two releases that happen on one key apart.
+    """
+    offset = (int.from_bytes(secret[8:], "little") % 2**_PHILOX_OFFSET_BITS) & ~3
+    state = torch.frombuffer(bytearray(secret[:8] + offset.to_bytes(8, "little")), dtype=torch.uint8)
+    generator.set_state(state)
+    if not torch.equal(generator.get_state(), state):
+        raise RuntimeError(
+            f"torch {torch.__version__} keeps its CUDA generator in an unknown form: use noise_source='aes'"
+        )
+
+
+def unit_laplace(size: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Unit Laplace noise, shape ``[size]``: log t with a random sign."""
+    t, sign = _uniform(size, dtype, generator)
+    return t.log_().mul_(sign)
+
+
+def unit_gaussian(size: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Unit Gaussian noise, shape ``[size]``: the cosines of all Box-Muller pairs, then their sines."""
+    pairs = (size + 1) // 2
+    t, sign_r = _uniform(pairs, dtype, generator)
+    angle, sign_a = _uniform(pairs, dtype, generator)
+    radius = t.log_().mul_(-2).sqrt_()
+    angle.mul_(math.pi / 2)
+    return torch.cat((angle.cos().mul_(sign_r).mul_(radius), angle.sin().mul_(sign_a).mul_(radius)))[:size]
+
+
+def _uniform(size: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(t, sign): t in (0, 1], sign +-1, both of shape ``[size]`` and the given dtype."""
+    rows = 1 if dtype == torch.float32 else 2
+    words = torch.empty((rows, size), dtype=torch.int64, device=generator.device)
+    words.random_(-(2**63), None, generator=generator)
+    return split_words(words, dtype)
+
+
+def split_words(words: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(t, sign) from uniform int64 words of shape ``[1, size]`` for fp32, ``[2, size]`` for fp64.
+
+    fp32 from one word: bit 63 is the sign, bits 32..62 are k, bits 0..31 are u. fp64 from two: bit 63 of
+    the first is the sign, its bits 0..62 are k, bits 0..62 of the second are u. u = (bits + 1/2) 2^-width >
+    0, hence t > 0.
+    """
+    low = 2**63 - 1
+    first = words[0]
+    sign = (first >> 63).mul_(2).add_(1).to(dtype)  # the arithmetic shift gives -1 or 0, so -1 or 1
+    if dtype == torch.float32:
+        k, further, bits, width = (first & low) >> 32, first & 0xFFFFFFFF, 31, 32
+    else:
+        k, further, bits, width = first & low, words[1] & low, 63, 63
+    u = further.to(dtype).add_(0.5).mul_(2.0**-width)
+    return k.to(dtype).add_(u).mul_(2.0**-bits), sign
