@@ -1,0 +1,17 @@
+"""Which examples enter which optimizer step: Poisson draws, or the user's own order, counted."""
+
+from __future__ import annotations
+
+from lightning_lap2.sampling.loaders import check_loader, provably_once, rebuild_loader
+from lightning_lap2.sampling.parts import Part
+from lightning_lap2.sampling.poisson import PoissonBatchSampler
+from lightning_lap2.sampling.recorded import RecordedBatchSampler
+
+__all__ = [
+    "Part",
+    "PoissonBatchSampler",
+    "RecordedBatchSampler",
+    "check_loader",
+    "provably_once",
+    "rebuild_loader",
+]

@@ -1,0 +1,243 @@
+"""What may be done with a user's ``DataLoader``: which are understood, and one with another batch sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+_PLAIN = "shuffle=True, shuffle=False or a DistributedSampler"
+_NONE = "declare sampling='none' (no amplification by sampling)"
+_LIGHTNING_HOMES = (
+    "lightning.fabric.utilities.distributed",
+    "lightning_fabric.utilities.distributed",
+    "lightning.pytorch.overrides.distributed",
+    "pytorch_lightning.overrides.distributed",
+)
+
+
+def check_loader(loader: object) -> None:
+    """Refuses a train loader whose meaning Poisson sampling would not keep.
+
+    Understood is a map-style data set read in batches by a sampler that treats all examples alike:
+    sequential, random without replacement, or distributed, so that "the same, by Poisson sampling" is well
+    defined.
+
+    Raises:
+        TypeError: not a ``DataLoader``; a subclass with an iterator of its own; an ``IterableDataset``; a
+        data
+            set without a length; a sampler or batch sampler that is not one of torch's plain ones.
+        ValueError: ``batch_size=None``; an empty data set; a sampler that repeats, leaves out or does not
+            belong to the data set; ``in_order=False``.
+    """
+    loader = _map_style(loader)
+    size = _length(loader)
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        raise TypeError(
+            f"the train loader's batch_sampler is a {_name(batches)}, which decides what meets in a batch; "
+            f"Poisson sampling would discard it. Use batch_size with {_PLAIN}, or {_NONE}"
+        )
+    _check_sampler(batches.sampler, size)
+
+
+def rebuild_loader(loader: DataLoader[Any], batch_sampler: Sampler[list[int]]) -> DataLoader[Any]:
+    """A ``DataLoader`` over the same data set that takes its batches from ``batch_sampler``.
+
+    Data set, collate function, workers and their settings, pinning, time-out and generator are those of
+    ``loader``. A subclass of ``DataLoader`` comes back as a plain one.
+
+    Raises:
+        TypeError, ValueError: for a loader that takes no batch sampler or delivers out of order, as in
+            :func:`check_loader`.
+    """
+    _map_style(loader)
+    optional: dict[str, Any] = {}
+    if loader.pin_memory_device:
+        optional["pin_memory_device"] = loader.pin_memory_device  # warned about as deprecated, even when
+        empty
+    if loader.num_workers > 0:
+        optional["prefetch_factor"] = loader.prefetch_factor
+        optional["multiprocessing_context"] = loader.multiprocessing_context
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batch_sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator,
+        persistent_workers=loader.persistent_workers,
+        **optional,
+    )
+
+
+def provably_once(loader: object, world_size: int) -> str | None:
+    """Why an example might be used more than once in a pass over all ranks; None if it cannot be.
+
+    For ``sampling="none"``, where an epoch costs one release only if no example repeats. Indices are what
+    is judged: a data set that holds one person's record under two indices is outside what can be seen here,
+    and so are ranks whose ``DistributedSampler`` have different seeds or epochs.
+    """
+    try:
+        known = _map_style(loader)
+        _length(known)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    batches = known.batch_sampler
+    if type(batches) is not BatchSampler:
+        return f"the batch_sampler is a {_name(batches)}, which may give an example to several batches"
+    sampler = batches.sampler
+    if isinstance(sampler, DistributedSampler):
+        return _distributed_once(sampler, world_size)
+    reason = _sampler_once(sampler)
+    if reason is None and world_size > 1:
+        return f"each of the {world_size} ranks reads the whole data with its {_name(sampler)}"
+    return reason
+
+
+def _map_style(loader: object) -> DataLoader[Any]:
+    """``loader`` if it is a ``DataLoader`` that reads a map-style data set by a batch sampler, in order."""
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"the train loader must be one torch.utils.data.DataLoader, got {_name(loader)}")
+    kind = type(loader)
+    if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
+        raise TypeError(
+            f"the train loader {_name(loader)} iterates in its own way (it overrides __iter__ or "
+            "_get_iterator), so its batches cannot be replaced or counted. Use a plain DataLoader"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise TypeError(
+            f"the train data set {_name(loader.dataset)} is an IterableDataset: its examples cannot be drawn "
+            "or counted by index. Use a map-style data set (__getitem__ and __len__)"
+        )
+    if loader.batch_sampler is None:
+        raise ValueError(
+            "the train loader has batch_size=None, so it has no batches to draw. Use batch_size=k with a "
+            "data set of single examples"
+        )
+    if not getattr(loader, "in_order", True):
+        raise ValueError(
+            "the train loader has in_order=False: batches would arrive apart from their counts. "
+            "Use in_order=True"
+        )
+    return loader
+
+
+def _length(loader: DataLoader[Any]) -> int:
+    """N; TypeError without a length, ValueError if it is 0."""
+    if not isinstance(loader.dataset, Sized):
+        raise TypeError(
+            f"the train data set {_name(loader.dataset)} has no __len__, but N must be known and public. "
+            "Give it a __len__"
+        )
+    size = len(loader.dataset)
+    if size < 1:
+        raise ValueError(f"the train data set {_name(loader.dataset)} is empty: len(dataset) = {size}")
+    return size
+
+
+def _check_sampler(sampler: object, size: int) -> None:
+    """Refuses a sampler that is not uniform over the ``size`` examples."""
+    if isinstance(sampler, DistributedSampler):
+        if _is_lightning_wrapper(sampler):
+            _check_sampler(sampler.dataset._sampler, size)  # type: ignore[attr-defined]
+            return
+        if not _plain_distributed(sampler):
+            raise TypeError(_custom(sampler))
+        covered = len(sampler.dataset)  # type: ignore[arg-type]
+    elif type(sampler) is RandomSampler:
+        covered = len(sampler.data_source)
+        if sampler.replacement:
+            raise ValueError(
+                "the train loader's RandomSampler has replacement=True: an example can enter a batch twice. "
+                f"Use {_PLAIN}"
+            )
+        if sampler.num_samples != covered:
+            raise ValueError(
+                f"the train loader's RandomSampler has num_samples={sampler.num_samples} of {covered} "
+                f"examples. Use {_PLAIN}; limit_train_batches shortens an epoch"
+            )
+    elif type(sampler) is SequentialSampler:
+        covered = len(sampler.data_source)
+    else:
+        raise TypeError(_custom(sampler))
+    if covered != size:
+        raise ValueError(
+            f"the train loader's {_name(sampler)} is over {covered} examples, its data set has {size}. "
+            "Use torch.utils.data.Subset for a part of the data"
+        )
+
+
+def _custom(sampler: object) -> str:
+    return (
+        f"the train loader's sampler is a {_name(sampler)}; Poisson sampling draws all examples at one rate "
+        f"and would discard it. Use {_PLAIN}, or {_NONE}"
+    )
+
+
+def _plain_distributed(sampler: DistributedSampler[Any]) -> bool:
+    """Whether the sampler walks the data set as torch's or Lightning's own class does."""
+    own = type(sampler).__iter__ is DistributedSampler.__iter__
+    return own or (type(sampler).__name__ == "UnrepeatedDistributedSampler" and _from_lightning(sampler))
+
+
+def _from_lightning(sampler: object) -> bool:
+    return type(sampler).__module__ in _LIGHTNING_HOMES
+
+
+def _is_lightning_wrapper(sampler: DistributedSampler[Any]) -> bool:
+    """Lightning's shard of another sampler, which then is ``sampler.dataset._sampler``."""
+    wrappers = ("DistributedSamplerWrapper", "UnrepeatedDistributedSamplerWrapper")
+    return type(sampler).__name__ in wrappers and _from_lightning(sampler)
+
+
+def _distributed_once(sampler: DistributedSampler[Any], world_size: int) -> str | None:
+    name = _name(sampler)
+    if _is_lightning_wrapper(sampler):
+        inner = sampler.dataset._sampler  # type: ignore[attr-defined]
+        if type(inner) is not SequentialSampler:
+            return f"{name} shards a {_name(inner)}, whose order need not agree between the ranks"
+    elif not _plain_distributed(sampler):
+        return f"the sampler is a {name}, which may repeat examples"
+    if sampler.num_replicas != world_size:
+        return f"{name} has num_replicas={sampler.num_replicas} on {world_size} ranks"
+    covered = len(sampler.dataset)  # type: ignore[arg-type]
+    if sampler.total_size > covered:
+        extra = sampler.total_size - covered
+        return (
+            f"{name} pads by repetition: {covered} examples on {world_size} ranks, {extra} of them twice. "
+            "Use drop_last=True in the sampler, or a data set divisible by the ranks"
+        )
+    return None
+
+
+def _sampler_once(sampler: object) -> str | None:
+    if type(sampler) is SequentialSampler:
+        return None
+    if type(sampler) is SubsetRandomSampler:
+        repeats = len(set(sampler.indices)) < len(sampler.indices)
+        return "SubsetRandomSampler was given an index twice" if repeats else None
+    if type(sampler) is RandomSampler:
+        if sampler.replacement:
+            return "RandomSampler has replacement=True"
+        if sampler.num_samples > len(sampler.data_source):
+            drawn = sampler.num_samples
+            return f"RandomSampler has num_samples={drawn} of {len(sampler.data_source)} examples"
+        return None
+    return f"the sampler is a {_name(sampler)}, which may repeat examples"
+
+
+def _name(thing: object) -> str:
+    return type(thing).__name__

@@ -1,0 +1,96 @@
+"""The user's own loader order, without sampling: counted, and watched for repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from operator import index as as_index
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import BatchSampler
+
+from lightning_lap2.sampling.parts import Draw, WindowedBatchSampler, positive
+
+
+class RecordedBatchSampler(WindowedBatchSampler):
+    """Yields the lists of another batch sampler unchanged and keeps the same record of parts.
+
+    Without sampling there is no amplification: a pass in which every example is used at most once costs one
+    release at q = 1 (under zero-out adjacency). That "at most once" is checked here index by index, on this
+    rank; what other ranks use is for :func:`provably_once`.
+
+    After ``start(batch_idx=k)`` the wrapped sampler begins at *its* beginning, since nothing tells whether
+    it would repeat its earlier order: examples used before the interruption can come again. The resumed
+    part of an epoch is therefore a pass of its own, to be charged as one.
+
+    Args:
+        batch_sampler: an iterable of index lists, one pass per iteration.
+        num_examples: N, length of the data set; one bit of memory per example.
+        num_batches: loader batches per epoch; by default the length of ``batch_sampler``.
+        accumulate: loader batches per optimizer step.
+
+    Raises:
+        TypeError: if ``num_batches`` is not given and ``batch_sampler`` has no length.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Iterable[list[int]],
+        num_examples: int,
+        *,
+        num_batches: int | None = None,
+        accumulate: int = 1,
+    ) -> None:
+        if num_batches is None:
+            if not hasattr(batch_sampler, "__len__"):
+                raise TypeError(f"{type(batch_sampler).__name__} has no length: give num_batches")
+            num_batches = len(batch_sampler)
+        super().__init__(num_batches, accumulate)
+        self.num_batches = num_batches
+        self.num_examples = positive("num_examples", num_examples)
+        self.batch_sampler = batch_sampler
+
+    @property
+    def batch_size(self) -> int | None:
+        """Of the wrapped sampler, if it has one."""
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    @property
+    def sampler(self) -> object:
+        """The wrapped sampler's own sampler, where Lightning looks for ``set_epoch``."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def _open(self) -> Draw:
+        batches = iter(self.batch_sampler)
+        seen = np.zeros((self.num_examples + 7) // 8, np.uint8)
+
+        def draw(release: int, parts: int) -> list[tuple[list[int], int]]:
+            window = list(islice(batches, parts))
+            for batch in window:
+                self._mark(seen, batch)
+            return [(batch, len(batch)) for batch in window]
+
+        return draw
+
+    def _mark(self, seen: npt.NDArray[np.uint8], batch: list[int]) -> None:
+        """Sets the bits of ``batch``; RuntimeError if one was set already."""
+        indices = np.fromiter((as_index(i) for i in batch), np.int64, len(batch))
+        if len(indices) and not 0 <= indices.min() <= indices.max() < self.num_examples:
+            raise RuntimeError(f"{self._name()} gave an index outside 0 .. {self.num_examples - 1}")
+        byte, bit = indices >> 3, np.left_shift(1, indices & 7).astype(np.uint8)
+        if (seen[byte] & bit).any() or len(np.unique(indices)) < len(indices):
+            raise RuntimeError(
+                f"{self._name()} gave an example twice in one pass: sampling='none' is accounted for each "
+                "example at most once per pass. Use a sampler without replacement, or sampling='poisson'"
+            )
+        np.bitwise_or.at(seen, byte, bit)
+
+    def _name(self) -> str:
+        inner = self.batch_sampler
+        if type(inner) is BatchSampler:
+            return type(inner.sampler).__name__
+        return type(inner).__name__
