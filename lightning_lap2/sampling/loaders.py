@@ -63,9 +63,8 @@ def rebuild_loader(loader: DataLoader[Any], batch_sampler: Sampler[list[int]]) -
     """
     _map_style(loader)
     optional: dict[str, Any] = {}
-    if loader.pin_memory_device:
-        optional["pin_memory_device"] = loader.pin_memory_device  # warned about as deprecated, even when
-        empty
+    if loader.pin_memory_device:  # deprecated by torch: not to be passed on when it is empty
+        optional["pin_memory_device"] = loader.pin_memory_device
     if loader.num_workers > 0:
         optional["prefetch_factor"] = loader.prefetch_factor
         optional["multiprocessing_context"] = loader.multiprocessing_context

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from itertools import islice
 from operator import index as as_index
 
@@ -43,7 +43,7 @@ class RecordedBatchSampler(WindowedBatchSampler):
         accumulate: int = 1,
     ) -> None:
         if num_batches is None:
-            if not hasattr(batch_sampler, "__len__"):
+            if not isinstance(batch_sampler, Sized):
                 raise TypeError(f"{type(batch_sampler).__name__} has no length: give num_batches")
             num_batches = len(batch_sampler)
         super().__init__(num_batches, accumulate)
