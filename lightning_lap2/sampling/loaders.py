@@ -82,28 +82,36 @@ def rebuild_loader(loader: DataLoader[Any], batch_sampler: Sampler[list[int]]) -
     )
 
 
-def provably_once(loader: object, world_size: int) -> str | None:
-    """Why an example might be used more than once in a pass over all ranks; None if it cannot be.
+def provably_once(loader: object, world_size: int) -> None:
+    """Refuses a loader that may use an example more than once in a pass over all ranks.
 
-    For ``sampling="none"``, where an epoch costs one release only if no example repeats. Indices are what
-    is judged: a data set that holds one person's record under two indices is outside what can be seen here,
-    and so are ranks whose ``DistributedSampler`` have different seeds or epochs.
+    For ``sampling="none"``, where an epoch costs one release only if no example repeats. Indices are what is
+    judged: a data set that holds one person's record under two indices is outside what can be seen here, and so
+    are ranks whose ``DistributedSampler`` have different seeds or epochs.
+
+    Raises:
+        TypeError, ValueError: a loader whose batches cannot be counted, as in :func:`check_loader`.
+        ValueError: a sampler that repeats, pads by repetition, is not known, or gives every rank the same data.
     """
-    try:
-        known = _map_style(loader)
-        _length(known)
-    except (TypeError, ValueError) as error:
-        return str(error)
+    known = _map_style(loader)
+    _length(known)
     batches = known.batch_sampler
     if type(batches) is not BatchSampler:
-        return f"the batch_sampler is a {_name(batches)}, which may give an example to several batches"
-    sampler = batches.sampler
-    if isinstance(sampler, DistributedSampler):
-        return _distributed_once(sampler, world_size)
-    reason = _sampler_once(sampler)
-    if reason is None and world_size > 1:
-        return f"each of the {world_size} ranks reads the whole data with its {_name(sampler)}"
-    return reason
+        reason: str | None = f"the batch_sampler is a {_name(batches)}, which may repeat examples"
+    elif isinstance(batches.sampler, DistributedSampler):
+        reason = _distributed_repeats(batches.sampler, world_size)
+    else:
+        reason = _repeats(batches.sampler)
+        if reason is None and world_size > 1:
+            reason = (
+                f"each of the {world_size} ranks reads the whole data with its {_name(batches.sampler)}; "
+                "shard it with a DistributedSampler"
+            )
+    if reason is not None:
+        raise ValueError(
+            f"an example may be used more than once in a pass of the train loader: {reason}. sampling='none' is "
+            "accounted for each example at most once per pass; sampling='poisson' has no such condition"
+        )
 
 
 def _map_style(loader: object) -> DataLoader[Any]:
@@ -202,7 +210,8 @@ def _is_lightning_wrapper(sampler: DistributedSampler[Any]) -> bool:
     return type(sampler).__name__ in wrappers and _from_lightning(sampler)
 
 
-def _distributed_once(sampler: DistributedSampler[Any], world_size: int) -> str | None:
+def _distributed_repeats(sampler: DistributedSampler[Any], world_size: int) -> str | None:
+    """Why the shards of ``world_size`` ranks may overlap or repeat; None if they cannot."""
     name = _name(sampler)
     if _is_lightning_wrapper(sampler):
         inner = sampler.dataset._sampler  # type: ignore[attr-defined]
@@ -222,7 +231,8 @@ def _distributed_once(sampler: DistributedSampler[Any], world_size: int) -> str 
     return None
 
 
-def _sampler_once(sampler: object) -> str | None:
+def _repeats(sampler: object) -> str | None:
+    """Why a sampler of one process may give an index twice in a pass; None if it cannot."""
     if type(sampler) is SequentialSampler:
         return None
     if type(sampler) is SubsetRandomSampler:

@@ -85,7 +85,8 @@ class PoissonBatchSampler(WindowedBatchSampler):
             raise ValueError(
                 f"the expected batch is larger than the data: batch_size={batch_size} * accumulate="
                 f"{accumulate} * world_size={world_size} = {self.expected_batch_size} > num_examples="
-                f"{num_examples}, a sampling rate above 1. Use a smaller batch_size or fewer accumulated batches"
+                f"{num_examples}, a sampling rate above 1. Use a smaller batch_size or fewer "
+                "accumulated batches"
             )
         self.sample_rate = self.expected_batch_size / num_examples
         self._shard = len(range(rank, num_examples, world_size))

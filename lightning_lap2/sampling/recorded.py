@@ -7,10 +7,9 @@ from itertools import islice
 from operator import index as as_index
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import BatchSampler
 
-from lightning_lap2.sampling.parts import Draw, WindowedBatchSampler, positive
+from lightning_lap2.sampling.parts import Draw, WindowedBatchSampler
 
 
 class RecordedBatchSampler(WindowedBatchSampler):
@@ -26,7 +25,6 @@ class RecordedBatchSampler(WindowedBatchSampler):
 
     Args:
         batch_sampler: an iterable of index lists, one pass per iteration.
-        num_examples: N, length of the data set; one bit of memory per example.
         num_batches: loader batches per epoch; by default the length of ``batch_sampler``.
         accumulate: loader batches per optimizer step.
 
@@ -37,7 +35,6 @@ class RecordedBatchSampler(WindowedBatchSampler):
     def __init__(
         self,
         batch_sampler: Iterable[list[int]],
-        num_examples: int,
         *,
         num_batches: int | None = None,
         accumulate: int = 1,
@@ -48,7 +45,6 @@ class RecordedBatchSampler(WindowedBatchSampler):
             num_batches = len(batch_sampler)
         super().__init__(num_batches, accumulate)
         self.num_batches = num_batches
-        self.num_examples = positive("num_examples", num_examples)
         self.batch_sampler = batch_sampler
 
     @property
@@ -66,31 +62,50 @@ class RecordedBatchSampler(WindowedBatchSampler):
 
     def _open(self) -> Draw:
         batches = iter(self.batch_sampler)
-        seen = np.zeros((self.num_examples + 7) // 8, np.uint8)
+        seen = _Seen()
 
         def draw(release: int, parts: int) -> list[tuple[list[int], int]]:
             window = list(islice(batches, parts))
             for batch in window:
-                self._mark(seen, batch)
+                if not seen.add(batch):
+                    raise RuntimeError(
+                        f"{self._name()} gave an example twice in one pass: sampling='none' is accounted for each "
+                        "example at most once per pass. Use a sampler without replacement, or "
+                        "sampling='poisson'"
+                    )
             return [(batch, len(batch)) for batch in window]
 
         return draw
-
-    def _mark(self, seen: npt.NDArray[np.uint8], batch: list[int]) -> None:
-        """Sets the bits of ``batch``; RuntimeError if one was set already."""
-        indices = np.fromiter((as_index(i) for i in batch), np.int64, len(batch))
-        if len(indices) and not 0 <= indices.min() <= indices.max() < self.num_examples:
-            raise RuntimeError(f"{self._name()} gave an index outside 0 .. {self.num_examples - 1}")
-        byte, bit = indices >> 3, np.left_shift(1, indices & 7).astype(np.uint8)
-        if (seen[byte] & bit).any() or len(np.unique(indices)) < len(indices):
-            raise RuntimeError(
-                f"{self._name()} gave an example twice in one pass: sampling='none' is accounted for each "
-                "example at most once per pass. Use a sampler without replacement, or sampling='poisson'"
-            )
-        np.bitwise_or.at(seen, byte, bit)
 
     def _name(self) -> str:
         inner = self.batch_sampler
         if type(inner) is BatchSampler:
             return type(inner.sampler).__name__
         return type(inner).__name__
+
+
+class _Seen:
+    """The set of indices given in one pass, one bit each."""
+
+    def __init__(self) -> None:
+        self._bits = np.zeros(1024, np.uint8)
+
+    def add(self, batch: list[int]) -> bool:
+        """Whether the indices are new and distinct; they count as seen from now on.
+
+        Raises:
+            TypeError: for an index that is not an integer.
+            ValueError: for a negative one, which would be a second name for an example.
+        """
+        if not batch:
+            return True
+        indices = np.fromiter((as_index(i) for i in batch), np.int64, len(batch))
+        if indices.min() < 0:
+            raise ValueError(f"the batch sampler gave the negative index {indices.min()}: use 0 .. N - 1")
+        byte, bit = indices >> 3, np.left_shift(1, indices & 7).astype(np.uint8)
+        if byte.max() >= len(self._bits):
+            self._bits.resize(max(2 * len(self._bits), int(byte.max()) + 1), refcheck=False)
+        if (self._bits[byte] & bit).any() or len(np.unique(indices)) < len(indices):
+            return False
+        np.bitwise_or.at(self._bits, byte, bit)
+        return True
