@@ -1,0 +1,287 @@
+"""The hooks. Each says which session method it stands for; decisions are made there.
+
+``Lap2Core`` knows no Lightning class: the two namespaces' ``Callback`` classes are unrelated, so each thin module
+combines this mixin with its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from lightning_lap2.accounting import MajorizedAccountant
+from lightning_lap2.callback.ledger import Ledger
+from lightning_lap2.callback.session import FitSession, Resumed
+from lightning_lap2.callback.settings import Settings
+from lightning_lap2.report import PrivacyReport, write_report
+
+# ``None`` until fit has started.
+_NOT_STARTED = "{} is known once fit has started"
+
+
+class Lap2Core:
+    """See :class:`lightning_lap2.Lap2Privacy`."""
+
+    is_lap2_privacy = True
+    _pl: ModuleType
+
+    def __init__(
+        self,
+        eps: float,
+        delta: float = 1e-5,
+        max_grad_norm: float = 1.0,
+        noise_multiplier: float | None = None,
+        mechanism: Literal["laplace", "gaussian", "laplace_l1"] = "laplace",
+        bound: Literal["tight", "joint", "published"] = "tight",
+        sampling: Literal["poisson", "none"] = "poisson",
+        clipping: Literal["flat"] = "flat",
+        engine: Literal["vmap", "ghost", "loop"] = "vmap",
+        chunk_size: int | None = None,
+        noise_source: Literal["auto", "aes", "torch"] = "auto",
+        noise_seed: int | None = None,
+        assume_nothing_spent: bool = False,
+        allow_feedback: bool = False,
+    ) -> None:
+        super().__init__()
+        self.settings = Settings(
+            eps=float("inf") if eps == "inf" else eps,
+            delta=delta,
+            max_grad_norm=max_grad_norm,
+            noise_multiplier=noise_multiplier,
+            mechanism=mechanism,
+            bound=bound,
+            sampling=sampling,
+            clipping=clipping,
+            engine=engine,
+            chunk_size=chunk_size,
+            noise_source=noise_source,
+            noise_seed=noise_seed,
+            assume_nothing_spent=assume_nothing_spent,
+            allow_feedback=allow_feedback,
+        )
+        self._ledger = Ledger(self.settings)
+        self._session: FitSession | None = None
+        self._facts: dict[str, Any] = {}
+
+    # -- what can be read -----------------------------------------------------------------------------------------
+
+    @property
+    def eps(self) -> float:
+        """The budget."""
+        return self.settings.eps
+
+    @property
+    def delta(self) -> float:
+        return self.settings.delta
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C."""
+        return self.settings.max_grad_norm
+
+    @property
+    def noise_multiplier(self) -> float:
+        """scale / C: as given, or as calibrated when fit started."""
+        given = self.settings.noise_multiplier
+        return float(self._fact("noise_multiplier") if given is None else given)
+
+    @property
+    def scale(self) -> float:
+        """b of the Laplace (sigma of the Gaussian) noise on the sum."""
+        return self.settings.mechanism_with(self.noise_multiplier).scale
+
+    @property
+    def sample_rate(self) -> float:
+        """q: 1 under ``sampling="none"``."""
+        return float(self._fact("sample_rate"))
+
+    @property
+    def expected_batch_size(self) -> int:
+        """The public normaliser of the sum."""
+        return int(self._fact("expected_batch_size"))
+
+    @property
+    def dimension(self) -> int:
+        """n: trainable scalars now."""
+        session = self._session
+        return session.window.layout.numel if session and session.plan else int(self._fact("dimension"))
+
+    @property
+    def planned_steps(self) -> float:
+        """Releases this fit planned to make; ``inf`` for a run without a last step or budget."""
+        return self._fact("planned_steps")
+
+    @property
+    def steps(self) -> int:
+        """Releases made so far, over all fits and resumed checkpoints."""
+        return self._ledger.releases
+
+    @property
+    def epsilon(self) -> float:
+        """Spent so far, at ``delta``.
+
+        During a fit the cheap upper bound that is logged; otherwise the accountant's value.
+        """
+        session = self._session
+        return session.spending.epsilon if session and session.plan else self._ledger.epsilon()
+
+    @property
+    def accountant(self) -> MajorizedAccountant:
+        return self._ledger.accountant
+
+    def report(self) -> PrivacyReport:
+        """What is guaranteed so far, and what is not."""
+        return PrivacyReport.of(self.settings, self._ledger, self._facts)
+
+    def _fact(self, name: str) -> Any:
+        if name not in self._facts:
+            raise RuntimeError(_NOT_STARTED.format(name))
+        return self._facts[name]
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._end_session(completed=False)
+        session = FitSession(self.settings, self._ledger, trainer, pl_module, self._pl, self._planned)
+        session.begin()
+        self._session = session
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
+        session = self._session
+        if session is None:
+            return
+        session.resumed, session.checkpoint_seen = Resumed.from_checkpoint(checkpoint), True
+        if not (checkpoint.get("callbacks") or {}).get(self.state_key):  # type: ignore[attr-defined]
+            session.untracked_checkpoint()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        session = self._session
+        assert session is not None
+        # Asked here, on every rank: log_dir is a broadcast, and would hang where only one rank asks.
+        session.directory = self._output_directory(trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        session = self._session
+        assert session is not None
+        session.check_before_training()
+        session.open_journal()
+        self._facts["caveats"] = session.checked.notes
+        for logger in trainer.loggers:
+            logger.log_hyperparams(
+                {
+                    "privacy/delta": self.delta,
+                    "privacy/noise_multiplier": self.noise_multiplier,
+                    "privacy/sample_rate": self.sample_rate,
+                    "privacy/max_grad_norm": self.max_grad_norm,
+                }
+            )
+
+    def _planned(self, session: FitSession) -> None:
+        plan, facts = session.plan, session.facts
+        assert plan is not None and facts is not None
+        self._facts = {
+            "noise_multiplier": plan.noise_multiplier,
+            "sample_rate": facts.sample_rate,
+            "expected_batch_size": facts.expected_batch_size,
+            "num_examples": facts.num_examples,
+            "dimension": session.window.layout.numel,
+            "planned_steps": session.planned_steps,
+            "noise_source": session.noise.name,
+            "world_size": session.trainer.world_size,
+            "precision": str(session.trainer.precision),
+            "fast_dev_run": bool(session.trainer.fast_dev_run),
+            "once_per_pass": facts.once_per_pass,
+            "caveats": (),
+        }
+        steps = session.planned_steps
+        session.pl.utilities.rank_zero_info(
+            f"Lap2Privacy: eps={self.eps:g}, delta={self.delta:g}, {self.settings.mechanism} noise multiplier "
+            f"{plan.noise_multiplier:.6g} (scale {self.scale:.6g}, C={self.max_grad_norm:g}), sample rate "
+            f"{facts.sample_rate:.6g}, planned steps {'unlimited' if math.isinf(steps) else int(steps)}, "
+            f"n={session.window.layout.numel:,} trainable parameters, engine {session.engine.name!r}, noise source "
+            f"{session.noise.name!r}"
+            + (" [fast_dev_run: its step is charged too]" if session.trainer.fast_dev_run else "")
+        )
+        if session.trainer.gradient_clip_val:
+            session.pl.utilities.rank_zero_warn(
+                f"Trainer(gradient_clip_val={session.trainer.gradient_clip_val!r}) clips the noised gradient: "
+                "harmless to privacy, ruinous for utility; per-example clipping is max_grad_norm"
+            )
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        assert self._session is not None
+        self._session.epoch_starts()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        assert self._session is not None
+        self._session.batch_fetched(batch)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        assert self._session is not None
+        self._session.release()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._session is not None
+        # batch_size=1 so that Lightning does not look for one in the batch; on_epoch would average epsilon.
+        pl_module.log(
+            "privacy/epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True, batch_size=1
+        )
+        self._session.check_feedback()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        assert self._session is not None
+        self._session.check_feedback()
+
+    # -- end, however it comes ------------------------------------------------------------------------------------
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end_session(completed=True)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._end_session(completed=True)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._end_session(completed=False)
+
+    def _end_session(self, *, completed: bool) -> None:
+        """Closes the journal, writes the report, and undoes every patch even if one of the former fails."""
+        session, self._session = self._session, None
+        if session is None:
+            return
+        try:
+            self._ledger.close_journal(completed=completed)
+            if session.plan is not None:
+                self._facts["dimension"] = session.window.layout.numel
+                if session.trainer.is_global_zero and session.directory is not None:
+                    write_report(self.report(), session.directory, warn=session.pl.utilities.rank_zero_warn)
+        finally:
+            session.end()
+
+    def _output_directory(self, trainer: Any) -> Path | None:
+        """Where the report and the journal go: the logger's folder, else the checkpoints', else nowhere."""
+        if trainer.loggers:
+            directory = trainer.log_dir
+            return None if directory is None else Path(directory)
+        for callback in trainer.checkpoint_callbacks:
+            directory = getattr(callback, "dirpath", None)
+            if directory is not None:
+                return Path(directory)
+        return None
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._ledger.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._ledger.load_state_dict(state_dict)

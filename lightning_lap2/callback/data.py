@@ -1,0 +1,177 @@
+"""The train loader of one fit: replaced by Poisson sampling, or the user's own order, watched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_lap2.callback.refusals import UnsupportedSettingError
+from lightning_lap2.callback.settings import Sampling
+from lightning_lap2.sampling import (
+    Part,
+    PoissonBatchSampler,
+    RecordedBatchSampler,
+    check_loader,
+    provably_once,
+    rebuild_loader,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """Public facts of the training data: the same whatever one example says.
+
+    Attributes:
+        num_examples: N, ``None`` for an IterableDataset.
+        expected_batch_size: loader ``batch_size`` x ``accumulate_grad_batches`` x world size.
+        sample_rate: q = expected_batch_size / N under Poisson sampling, 1 otherwise.
+        batches_per_epoch: loader batches per epoch and rank, ``inf`` if unknown.
+        once_per_pass: each example is provably used at most once per pass (``sampling="none"``).
+    """
+
+    num_examples: int | None
+    expected_batch_size: int
+    sample_rate: float
+    batches_per_epoch: float
+    once_per_pass: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where an epoch's iteration begins: release number, and loader batches already trained in this epoch."""
+
+    release: int
+    batch: int
+
+
+class TrainingData:
+    """One replaced loader and the order its batches come in.
+
+    Args:
+        loader: what Lightning would have trained on, after its own sampler injection.
+        limit: ``Trainer(limit_train_batches)``.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        sampling: Sampling,
+        limit: float,
+        accumulate: int,
+        rank: int,
+        world_size: int,
+        seed: int | None,
+    ) -> None:
+        self._accumulate = accumulate
+        self.sampler: PoissonBatchSampler | RecordedBatchSampler | None
+        if sampling == "poisson":
+            check_loader(loader)
+            self.source, self._batches = loader, _limited(len(loader), limit)
+            self.sampler = PoissonBatchSampler(
+                len(loader.dataset),
+                _batch_size(loader),
+                len(loader),
+                accumulate=accumulate,
+                rank=rank,
+                world_size=world_size,
+                seed=seed,
+            )
+            self.loader: Any = rebuild_loader(loader, self.sampler)
+            self.facts = DataFacts(
+                num_examples=len(loader.dataset),
+                expected_batch_size=self.sampler.expected_batch_size,
+                sample_rate=self.sampler.sample_rate,
+                batches_per_epoch=self._batches,
+                once_per_pass=True,
+            )
+        else:
+            self._keep_order(loader, limit=limit, world_size=world_size)
+        self._iterated = 0
+
+    def _keep_order(self, loader: Any, *, limit: float, world_size: int) -> None:
+        if not isinstance(loader, DataLoader):
+            check_loader(loader)
+        self.source = loader
+        expected = _batch_size(loader) * self._accumulate * world_size
+        iterable = isinstance(loader.dataset, IterableDataset)
+        if iterable:
+            if world_size > 1:
+                raise UnsupportedSettingError(
+                    f"an IterableDataset on {world_size} ranks may give one record to several of them, which cannot "
+                    "be checked; use a map-style data set, or one device"
+                )
+            self.sampler, self.loader, once = None, loader, False
+            length: float = math.inf
+            try:
+                length = len(loader)
+            except TypeError:
+                pass
+        else:
+            check_loader(loader)
+            if world_size > 1 and not isinstance(loader.sampler, DistributedSampler):
+                raise UnsupportedSettingError(
+                    f"sampling='none' on {world_size} ranks without a DistributedSampler gives every record to every "
+                    "rank; leave Trainer(use_distributed_sampler=True), or use sampling='poisson'"
+                )
+            provably_once(loader, world_size)
+            self.sampler = RecordedBatchSampler(loader.batch_sampler, accumulate=self._accumulate)
+            self.loader, once, length = rebuild_loader(loader, self.sampler), True, len(loader)
+        self._batches = _limited(length, limit)
+        self.facts = DataFacts(
+            num_examples=None if iterable else len(loader.dataset),
+            expected_batch_size=expected,
+            sample_rate=1.0,
+            batches_per_epoch=self._batches,
+            once_per_pass=once,
+        )
+
+    def start(self, position: Position) -> None:
+        """The next iteration of the loader begins at ``position``."""
+        self._position = position
+        self._iterated = 0
+        if isinstance(self.sampler, PoissonBatchSampler):
+            self.sampler.start(
+                release=position.release, batch_idx=position.batch, num_batches=int(self._batches)
+            )
+        elif self.sampler is not None:
+            self.sampler.start(release=position.release, batch_idx=position.batch)
+
+    def next_part(self, rows: int) -> Part:
+        """What the loader batch that was just fetched is: its window and its number of drawn examples.
+
+        Args:
+            rows: examples that the batch holds; for an IterableDataset the only count there is.
+        """
+        if self.sampler is not None:
+            return self.sampler.next_part()
+        number = self._position.batch + self._iterated
+        self._iterated += 1
+        return Part(
+            release=number // self._accumulate,
+            index=number % self._accumulate,
+            of=self._accumulate,
+            count=rows,
+        )
+
+
+def _batch_size(loader: Any) -> int:
+    size = loader.batch_size
+    if size is None:
+        size = getattr(loader.batch_sampler, "batch_size", None)
+    if size is None:
+        raise UnsupportedSettingError(
+            "the train DataLoader has batch_size=None (no automatic batching), so the expected batch size is unknown; "
+            "give DataLoader(batch_size=...)"
+        )
+    return int(size)
+
+
+def _limited(length: float, limit: float) -> float:
+    """Loader batches per epoch under ``limit_train_batches`` (an int caps, a float is a fraction), as Lightning."""
+    if isinstance(limit, int):
+        return min(length, limit)
+    return math.inf if math.isinf(length) else int(length * limit)

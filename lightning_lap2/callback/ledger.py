@@ -1,0 +1,149 @@
+"""What has been spent: the accountant, the number of releases, and what a checkpoint must hold to continue both.
+
+A ledger is charged *before* the parameters change, so that a crash over-counts and never under-counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_lap2 import _validate
+from lightning_lap2.accounting import MajorizedAccountant
+from lightning_lap2.callback.journal import FILE_NAME, Charge, Journal, releases_beyond
+from lightning_lap2.callback.settings import Settings
+
+STATE_VERSION = 1
+
+
+class Ledger:
+    """Releases and charges since the first fit, across checkpoints.
+
+    Attributes:
+        accountant: every charge, with the parameters each was made with.
+        releases: number of noised sums released; under ``sampling="none"`` more than the accountant's steps, since
+            one unsampled release covers a whole pass over the data.
+        caveats: what this ledger's history lacks, for the report; grows only.
+        plan: the last fit's plan, JSON-able, by which a resumed fit knows whether it is the same.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.accountant = MajorizedAccountant(bound=settings.bound, mechanism=settings.mechanism)
+        self.delta = settings.delta
+        self.sampling = settings.sampling
+        self.releases = 0
+        self.caveats: list[str] = []
+        self.plan: dict[str, Any] = {}
+        self._journal: Journal | None = None
+        self._origin: tuple[Path, str] | None = None
+
+    def add_caveat(self, text: str) -> None:
+        if text not in self.caveats:
+            self.caveats.append(text)
+
+    def epsilon(self) -> float:
+        """Spent so far. May take seconds where the slow route wins; the logged number is cheaper."""
+        return self.accountant.epsilon(delta=self.delta)
+
+    def charge(self, charge: Charge, *, accounted: bool = True) -> None:
+        """Notes one release, on disk first if a journal is open, then in memory.
+
+        Args:
+            charge: ``noise_multiplier``, ``sample_rate`` and ``dimension`` of the release.
+            accounted: False for a release whose cost an earlier charge of the same pass already covers.
+
+        Raises:
+            OSError: the journal cannot be written; the release must not happen.
+        """
+        if self._journal is not None:
+            self._journal.record(self.releases, {**charge, "accounted": accounted})
+        if accounted:
+            self.accountant.step(**charge)
+        self.releases += 1
+
+    # -- journal --------------------------------------------------------------------------------------------------
+
+    def owed(self) -> list[Charge]:
+        """Releases that the loaded checkpoint's run made after it was written, from that run's journal.
+
+        Raises:
+            ValueError: the journal is there and damaged.
+        """
+        if self._origin is None:
+            return []
+        path, run = self._origin
+        return releases_beyond(path, run, self.releases)
+
+    def settle(self, owed: list[Charge]) -> None:
+        """Charges what :meth:`owed` found (on every rank the same) and keeps writing to that journal."""
+        for item in owed:
+            charge = dict(item)
+            accounted = bool(charge.pop("accounted", True))
+            if accounted:
+                self.accountant.step(**charge)
+            self.releases += 1
+        if not owed:
+            self._origin = None
+
+    def open_journal(self, directory: Path | None) -> None:
+        """Starts (or, after a crash, continues) the write-ahead file; ``None`` where nothing is ever saved."""
+        if self._origin is not None:
+            path, run = self._origin
+            self._journal = Journal(path, run)
+        elif directory is not None:
+            self._journal = Journal(directory / FILE_NAME)
+
+    def close_journal(self, *, completed: bool) -> None:
+        if self._journal is not None:
+            self._journal.close(completed=completed)
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python numbers and strings: loads under ``torch.load(weights_only=True)``."""
+        journal = self._journal
+        return {
+            "version": STATE_VERSION,
+            "releases": self.releases,
+            "accountant": self.accountant.state_dict(),
+            "delta": self.delta,
+            "sampling": self.sampling,
+            "caveats": list(self.caveats),
+            "plan": dict(self.plan),
+            "journal": None if journal is None else {"path": str(journal.path.resolve()), "run": journal.run},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replaces everything by what :meth:`state_dict` gave; all is checked before anything changes.
+
+        Raises:
+            ValueError: the state is damaged, or was kept under another mechanism, bound, adjacency or delta, whose
+                charges cannot be continued here.
+        """
+        try:
+            if state["version"] != STATE_VERSION:
+                raise ValueError(f"version {state['version']!r}, expected {STATE_VERSION}")
+            accountant = MajorizedAccountant.from_state_dict(state["accountant"])
+            releases = _validate.integer("releases", state["releases"], minimum=0)
+            delta = _validate.open_unit("delta", state["delta"])
+            sampling = _validate.choice("sampling", state["sampling"], ("poisson", "none"))
+            caveats, plan, journal = list(state["caveats"]), dict(state["plan"]), state["journal"]
+            if releases < accountant.steps:
+                raise ValueError(f"{releases} releases but {accountant.steps} charges")
+            origin = None if journal is None else (Path(journal["path"]), str(journal["run"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the privacy ledger in the checkpoint is damaged: {error}") from error
+        for name, here, there in (
+            ("mechanism", self.accountant.mechanism, accountant.mechanism),
+            ("bound", self.accountant.bound, accountant.bound),
+            ("sampling", self.sampling, sampling),
+            ("delta", self.delta, delta),
+        ):
+            if here != there:
+                raise ValueError(
+                    f"the checkpoint's ledger was kept with {name}={there!r} and cannot be continued with "
+                    f"{name}={here!r}; pass {name}={there!r}"
+                )
+        self.accountant, self.releases = accountant, releases
+        self.caveats, self.plan, self._origin = caveats, plan, origin

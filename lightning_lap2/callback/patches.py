@@ -1,0 +1,44 @@
+"""Everything that is patched in Lightning, in one place, undone in one place.
+
+Three instance attributes are set for the length of one fit (no class is ever touched):
+
+``trainer.strategy.process_dataloader``
+    the train loader is replaced by a Poisson one. Here, because it runs after Lightning's own sampler injection and
+    serves ``fit(dl)``, datamodules and ``train_dataloader()`` alike. No public hook does.
+``trainer.fit_loop.setup_data``
+    followed by the plan: data, dimension and ledger are known, and no batch was trained on. ``max_steps`` is capped
+    here so that learning-rate schedules built from ``estimated_stepping_batches`` see the capped number.
+``trainer.strategy.training_step``
+    the engine runs the user's ``training_step`` for per-example gradients. No public hook lies between "batch ready"
+    and "backward"; the module itself stays unpatched, and DistributedDataParallel.forward is never entered, so its
+    reducer is never armed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MISSING = object()
+
+
+class Patches:
+    """Instance attributes set on foreign objects, with what was there before.
+
+    ``undo`` may be called any number of times, after success and after an exception.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def shadow(self, owner: Any, name: str, value: Any) -> None:
+        """Sets ``owner.name`` on the instance, hiding the class's attribute until :meth:`undo`."""
+        self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        while self._undo:
+            owner, name, before = self._undo.pop()
+            if before is _MISSING:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, before)

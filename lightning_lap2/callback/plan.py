@@ -1,0 +1,176 @@
+"""From the Trainer's limits and the budget to a noise multiplier and a last step. No Lightning, no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_lap2.accounting import MajorizedAccountant, calibrate_noise_multiplier
+from lightning_lap2.callback.settings import Settings
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """How far the Trainer's own limits reach from here.
+
+    Attributes:
+        steps: optimizer steps left, ``inf`` when neither ``max_steps`` nor ``max_epochs`` ends the run.
+        passes: passes over the data that those steps touch (for ``sampling="none"``, charged once a pass).
+        global_end: the Trainer's global step at the end, by which a resumed run recognises its plan.
+    """
+
+    steps: float
+    passes: float
+    global_end: float
+
+
+def horizon(
+    *,
+    global_step: int,
+    max_steps: int,
+    max_epochs: int,
+    epochs_done: int,
+    batches_done: int,
+    batches_per_epoch: float,
+    accumulate: int,
+) -> Horizon:
+    """Optimizer steps and passes left.
+
+    Args:
+        global_step: optimizer steps the Trainer has counted.
+        max_steps, max_epochs: the Trainer's limits, -1 for none.
+        epochs_done: epochs fully trained.
+        batches_done: loader batches trained in the epoch after those (mid-epoch resume).
+        batches_per_epoch: loader batches per epoch, ``inf`` if unknown.
+        accumulate: loader batches per optimizer step; a short last window steps too.
+    """
+    per_epoch = math.ceil(batches_per_epoch / accumulate) if math.isfinite(batches_per_epoch) else math.inf
+    # A window cut by the checkpoint steps with the batches that are left of it.
+    done_here = (
+        per_epoch if batches_done >= batches_per_epoch else batches_done // accumulate if batches_done else 0
+    )
+    by_epochs = math.inf if max_epochs == -1 else max(0, max_epochs - epochs_done)
+    if by_epochs == 0:
+        left: float = 0
+    elif math.isinf(by_epochs) or math.isinf(per_epoch):
+        left = math.inf
+    else:
+        left = max(0.0, by_epochs * per_epoch - done_here)
+    if max_steps != -1:
+        left = min(left, max(0, max_steps - global_step))
+    if math.isinf(left) or math.isinf(per_epoch):
+        passes = by_epochs if math.isinf(per_epoch) else math.inf
+    else:
+        passes = math.ceil((left + done_here) / per_epoch) if left else 0
+    return Horizon(steps=left, passes=passes, global_end=global_step + left)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one fit will release, decided before its first step.
+
+    Attributes:
+        noise_multiplier: scale / C of every release of this fit.
+        charges: charges affordable within the budget and the Trainer's limits; ``inf`` without either.
+        exhausted: the budget was already spent when this fit began.
+        end: see :attr:`Horizon.global_end`.
+    """
+
+    noise_multiplier: float
+    charges: float
+    exhausted: bool
+    end: float
+
+
+def make_plan(
+    settings: Settings,
+    accountant: MajorizedAccountant,
+    *,
+    sample_rate: float,
+    dimension: int,
+    charges: float,
+    end: float,
+    previous: dict[str, Any],
+) -> Plan:
+    """Calibrates the noise, or finds how far a given one reaches.
+
+    Args:
+        accountant: the ledger so far.
+        sample_rate: q of each charge (1 under ``sampling="none"``).
+        dimension: n.
+        charges: charges the Trainer's limits would make, ``inf`` for a run without a last step.
+        end: :attr:`Horizon.global_end`.
+        previous: the plan the ledger was loaded with, if any: its multiplier is kept when nothing changed.
+
+    Raises:
+        ValueError: a run without a last step and no noise multiplier; no finite noise serves.
+    """
+    if settings.noise_multiplier is not None:
+        multiplier = settings.noise_multiplier
+    else:
+        if math.isinf(charges):
+            raise ValueError(
+                "noise_multiplier=None calibrates the noise for the planned number of steps, but this run has no "
+                "last step (max_epochs=-1 or an epoch of unknown length, and no max_steps); set max_steps or "
+                "max_epochs, or give a noise_multiplier (the run then ends at the budget)"
+            )
+        if accountant.steps and accountant.epsilon(delta=settings.delta) >= settings.eps:
+            return Plan(
+                noise_multiplier=previous.get("noise_multiplier", math.inf), charges=0, exhausted=True, end=end
+            )
+        same = previous == summary(settings, sample_rate, dimension, end, previous.get("noise_multiplier"))
+        if not same and charges:
+            multiplier = calibrate_noise_multiplier(
+                eps=settings.eps,
+                delta=settings.delta,
+                sample_rate=sample_rate,
+                steps=int(charges),
+                dimension=dimension,
+                bound=settings.bound,
+                mechanism=settings.mechanism,
+                accountant=accountant if accountant.steps else None,
+            )
+            return Plan(noise_multiplier=multiplier, charges=charges, exhausted=False, end=end)
+        multiplier = previous.get("noise_multiplier", math.inf)
+        if not charges:
+            return Plan(noise_multiplier=multiplier, charges=0, exhausted=False, end=end)
+    affordable = affordable_charges(settings, accountant, multiplier, sample_rate, dimension)
+    return Plan(
+        noise_multiplier=multiplier,
+        charges=min(charges, affordable),
+        exhausted=affordable == 0,
+        end=end,
+    )
+
+
+def affordable_charges(
+    settings: Settings,
+    accountant: MajorizedAccountant,
+    noise_multiplier: float,
+    sample_rate: float,
+    dimension: int,
+) -> float:
+    """Further charges within the budget, ``inf`` without one."""
+    if math.isinf(settings.eps):
+        return math.inf
+    return accountant.steps_within(
+        eps=settings.eps,
+        delta=settings.delta,
+        noise_multiplier=noise_multiplier,
+        sample_rate=sample_rate,
+        dimension=dimension,
+    )
+
+
+def summary(
+    settings: Settings, sample_rate: float, dimension: int, end: float, noise_multiplier: float | None
+) -> dict[str, Any]:
+    """The plan as a checkpoint keeps it: equal on resume means that the multiplier is kept."""
+    return {
+        "eps": settings.eps,
+        "sample_rate": sample_rate,
+        "dimension": dimension,
+        "end": end,
+        "noise_multiplier": noise_multiplier,
+    }

@@ -1,0 +1,162 @@
+"""Settings that are refused by name, before the first step: each message says what to use instead.
+
+Every check is a function of what it inspects; ``pl`` is the Lightning namespace in use.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+class UnsupportedSettingError(ValueError):
+    """A setting under which the guarantee is not proven. The message names it, its value and the alternative."""
+
+
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+
+_CALLBACKS = {
+    "GradientAccumulationScheduler": "a changing window changes the sampling rate; use a fixed accumulate_grad_batches",
+    "LearningRateFinder": "it trains outside the ledger; choose the learning rate on public data",
+    "BatchSizeFinder": "it trains outside the ledger; choose the batch size beforehand",
+    "StochasticWeightAveraging": "it runs an extra epoch of training batches; use WeightAveraging (an average of "
+    "released weights costs nothing)",
+}
+
+
+def check_trainer(trainer: Any, pl: ModuleType) -> None:
+    """Strategy, precision, data options and neighbouring callbacks.
+
+    Raises:
+        UnsupportedSettingError: by name.
+    """
+    _check_strategy(trainer.strategy, pl)
+    precision = str(trainer.precision)
+    if precision not in _PRECISIONS:
+        reason = (
+            "its loss scaler skips steps depending on the data and hides overflows of single examples"
+            if precision in ("16-mixed", "16-true")
+            else "norms and sums in fp32 are not proven for it"
+        )
+        raise UnsupportedSettingError(
+            f"Trainer(precision={precision!r}) is not supported with Lap2Privacy: {reason}; use 'bf16-mixed', "
+            "'bf16-true', '32-true' or '64-true'"
+        )
+    if trainer.overfit_batches:
+        raise UnsupportedSettingError(
+            f"Trainer(overfit_batches={trainer.overfit_batches!r}) reuses the same records in every step, which "
+            "Poisson sampling cannot describe; use a Subset of the data set instead"
+        )
+    _check_callbacks(trainer.callbacks)
+
+
+def _check_strategy(strategy: Any, pl: ModuleType) -> None:
+    name = type(strategy).__name__
+    if type(strategy) is pl.strategies.SingleDeviceStrategy:
+        return
+    if type(strategy) is not pl.strategies.DDPStrategy:
+        raise UnsupportedSettingError(
+            f"Trainer(strategy=...) gave {name}, which Lap2Privacy does not support; use strategy='ddp' (whole "
+            "model on every device) or a single device"
+        )
+    method = getattr(strategy, "_start_method", "popen")
+    if method != "popen":
+        raise UnsupportedSettingError(
+            f"strategy 'ddp_{method}' starts processes whose privacy ledger would be lost when they end; use "
+            "strategy='ddp' (from a script, not a notebook) or devices=1"
+        )
+
+
+def _check_callbacks(callbacks: Iterable[Any]) -> None:
+    seen = 0
+    for callback in callbacks:
+        if getattr(callback, "is_lap2_privacy", False):
+            seen += 1
+        for base in type(callback).__mro__:
+            reason = _CALLBACKS.get(base.__name__)
+            if reason and base.__module__.startswith(("lightning.", "pytorch_lightning.")):
+                raise UnsupportedSettingError(f"the callback {base.__name__} is not supported: {reason}")
+    if seen > 1:
+        raise UnsupportedSettingError(
+            f"Trainer(callbacks=...) holds {seen} Lap2Privacy callbacks; noise and ledger need exactly one"
+        )
+
+
+def check_module(module: Any) -> None:
+    """How the LightningModule trains.
+
+    Raises:
+        UnsupportedSettingError: manual optimization, or a ``training_step`` that pulls its own batches.
+    """
+    if not module.automatic_optimization:
+        raise UnsupportedSettingError(
+            f"{type(module).__name__}.automatic_optimization is False: with manual optimization un-noised gradients "
+            "reach the optimizer; use automatic optimization"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise UnsupportedSettingError(
+            f"{type(module).__name__}.training_step takes dataloader_iter and draws batches itself, so their "
+            "sampling rate is unknown; take (batch, batch_idx)"
+        )
+
+
+def check_optimizers(optimizers: Iterable[Any]) -> None:
+    """Optimizers that step more than once per release.
+
+    Raises:
+        UnsupportedSettingError: LBFGS.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedSettingError(
+                "the optimizer LBFGS calls its closure several times per step, each a release of its own; use SGD, "
+                "Adam, AdamW or another first-order optimizer"
+            )
+
+
+def monitors(trainer: Any) -> dict[str, str]:
+    """What callbacks and schedulers watch: monitored name -> who watches it."""
+    found: dict[str, str] = {}
+    for callback in trainer.callbacks:
+        name = getattr(callback, "monitor", None)
+        if isinstance(name, str):
+            found.setdefault(name, type(callback).__name__)
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and isinstance(config.monitor, str):
+            found.setdefault(config.monitor, type(config.scheduler).__name__)
+    return found
+
+
+def feedback(watched: dict[str, str], logged: Iterable[str]) -> list[str]:
+    """Watchers of values that were computed from the training batches without noise, as sentences."""
+    from_training = {name for name in logged if not name.startswith("privacy/")}
+    return [f"{who} watches {name!r}" for name, who in watched.items() if name in from_training]
+
+
+def refuse_feedback(sentences: list[str]) -> None:
+    """
+    Raises:
+        UnsupportedSettingError: if there is any sentence.
+    """
+    if sentences:
+        raise UnsupportedSettingError(
+            f"{'; '.join(sentences)}: it is computed from the training data without noise, so what it decides is "
+            "not covered by the guarantee; watch a validation metric on public data or 'privacy/epsilon', or pass "
+            "allow_feedback=True (the report then says so)"
+        )
+
+
+def check_delta(delta: float, num_examples: int | None) -> None:
+    """
+    Raises:
+        UnsupportedSettingError: delta >= 1/N allows publishing a whole record.
+    """
+    if num_examples is not None and delta >= 1 / num_examples:
+        raise UnsupportedSettingError(
+            f"delta={delta!r} is not below 1/N for N={num_examples} examples: such a guarantee allows one record to "
+            f"be published whole; use delta below {1 / num_examples:.3g}, better 1/N^1.1"
+        )

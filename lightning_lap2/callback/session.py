@@ -1,0 +1,451 @@
+"""One fit, from its first check to its last release.
+
+One batch: ``TrainingData`` drew it -> ``Engine.accumulate`` adds its clipped per-example gradients to the ``Window``
+-> the ledger is charged -> ``release_`` adds noise once and divides by the public expected batch size -> ``.grad`` ->
+the user's optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lap2.callback import refusals
+from lightning_lap2.callback.data import DataFacts, Position, TrainingData
+from lightning_lap2.callback.ledger import Ledger
+from lightning_lap2.callback.patches import Patches
+from lightning_lap2.callback.plan import Horizon, Plan, affordable_charges, horizon, make_plan, summary
+from lightning_lap2.callback.refusals import UnsupportedSettingError
+from lightning_lap2.callback.selfcheck import Checked, check_step
+from lightning_lap2.callback.settings import Settings
+from lightning_lap2.callback.spending import Spending
+from lightning_lap2.callback.window import Window, distributed_sum, release_
+from lightning_lap2.gradients import Engine, FlatClipper, ParameterLayout, StepCall, make_engine, rows
+from lightning_lap2.mechanism import Mechanism
+from lightning_lap2.noise import NoiseSource, make_noise_source
+from lightning_lap2.sampling import Part
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Progress of the Trainer in the checkpoint that a fit resumes from."""
+
+    global_step: int
+    epochs_done: int
+    batches_done: int
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> Resumed:
+        loops = checkpoint.get("loops", {}).get("fit_loop", {})
+        epoch = loops.get("epoch_progress", {}).get("current", {})
+        batch = loops.get("epoch_loop.batch_progress", {}).get("current", {})
+        processed = int(epoch.get("processed", 0))
+        # Within an epoch one more is started than processed; after its end the batch counter is stale.
+        inside = int(epoch.get("started", 0)) > processed
+        return cls(
+            global_step=int(checkpoint.get("global_step", 0)),
+            epochs_done=processed,
+            batches_done=int(batch.get("ready", 0)) if inside else 0,
+        )
+
+
+class FitSession:
+    """Everything that lives for one ``trainer.fit``.
+
+    Args:
+        pl: the Lightning namespace (``lightning.pytorch`` or ``pytorch_lightning``).
+        on_plan: called once the plan stands, before the first step.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        trainer: Any,
+        module: Any,
+        pl: ModuleType,
+        on_plan: Callable[[FitSession], None],
+    ) -> None:
+        self.settings, self.ledger, self.trainer, self.module, self.pl = settings, ledger, trainer, module, pl
+        self._on_plan = on_plan
+        self.resumed: Resumed | None = None
+        self.checkpoint_seen = False
+        self.patches = Patches()
+        self.data: TrainingData | None = None
+        self.facts: DataFacts | None = None
+        self.plan: Plan | None = None
+        self.mechanism: Mechanism
+        self.engine: Engine
+        self.noise: NoiseSource
+        self.window: Window
+        self.spending: Spending
+        self.directory: Path | None = None
+        self.checked = Checked()
+        self._part: Part | None = None
+        self._flags: list[bool] = []
+        self._pass_charged = False
+        self._watched: dict[str, str] = {}
+        self._logged = 0
+        self._dropped_warned = False
+
+    # -- patches --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Checks what can be checked before data and checkpoint, then patches (see ``patches``).
+
+        Raises:
+            UnsupportedSettingError: naming the setting and what to use instead.
+        """
+        refusals.check_trainer(self.trainer, self.pl)
+        refusals.check_module(self.module)
+        strategy, fit_loop = self.trainer.strategy, self.trainer.fit_loop
+        process, setup = strategy.process_dataloader, fit_loop.setup_data
+
+        def process_dataloader(loader: Any) -> Any:
+            loader = process(loader)
+            return self.replace_loader(loader) if self.trainer.training else loader
+
+        def setup_data() -> None:
+            before = fit_loop._combined_loader
+            setup()
+            if fit_loop._combined_loader is not None and fit_loop._combined_loader is not before:
+                self.data_ready()
+
+        self.patches.shadow(strategy, "process_dataloader", process_dataloader)
+        self.patches.shadow(fit_loop, "setup_data", setup_data)
+        self.patches.shadow(strategy, "training_step", self.training_step)
+
+    def end(self) -> None:
+        self.patches.undo()
+
+    # -- data and plan --------------------------------------------------------------------------------------------
+
+    @property
+    def _progress(self) -> Resumed:
+        """Where the Trainer stands: the checkpoint's word while its loops are not yet restored, else its own."""
+        if self.resumed is not None:
+            return self.resumed
+        loop = self.trainer.fit_loop
+        return Resumed(self.trainer.global_step, loop.epoch_progress.current.processed, 0)
+
+    def replace_loader(self, loader: Any) -> Any:
+        """The loader that is trained on instead of ``loader``.
+
+        Raises:
+            TypeError, ValueError: a loader whose sampling rate is not known or not proven, by name.
+        """
+        trainer = self.trainer
+        if self.plan is None:
+            self._settle_ledger()
+        data = TrainingData(
+            loader,
+            sampling=self.settings.sampling,
+            limit=trainer.limit_train_batches,
+            accumulate=trainer.accumulate_grad_batches,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            seed=self.settings.noise_seed,
+        )
+        if self.facts is not None and data.facts != self.facts:
+            raise UnsupportedSettingError(
+                "the train data changed between epochs (reload_dataloaders_every_n_epochs): "
+                f"{self.facts} became {data.facts}; N and the batch size are public constants of a run"
+            )
+        self.data, self.facts = data, data.facts
+        batch = self._progress.batches_done if self.plan is None else 0
+        data.start(Position(release=self.ledger.releases, batch=batch))
+        return data.loader
+
+    def _settle_ledger(self) -> None:
+        """Refuses an untracked checkpoint, and charges what a killed run released after its checkpoint."""
+        if self.trainer.ckpt_path is not None and not self.checkpoint_seen:
+            self.untracked_checkpoint()
+        owed = self.ledger.owed() if self.trainer.is_global_zero else []
+        owed = self.trainer.strategy.broadcast(owed)
+        self.ledger.settle(owed)
+        if owed:
+            self._say(
+                f"{len(owed)} releases made after the checkpoint by a run that was killed are charged to the ledger"
+            )
+
+    def untracked_checkpoint(self) -> None:
+        """A checkpoint without our state: its training may have spent any amount.
+
+        Raises:
+            UnsupportedSettingError: unless ``assume_nothing_spent``.
+        """
+        if not self.settings.assume_nothing_spent:
+            raise UnsupportedSettingError(
+                "the checkpoint holds no Lap2Privacy ledger, so what its training revealed about the data is "
+                "unknown; resume from a checkpoint saved with this callback, or, if it was trained on other (public) "
+                "data, pass assume_nothing_spent=True (the report then says so)"
+            )
+        self.ledger.add_caveat("resumed from a checkpoint without a ledger, declared to have spent nothing")
+
+    def data_ready(self) -> None:
+        """After Lightning set its train data up: one loader, and (once a fit) the plan and the cap on steps."""
+        loader = self.trainer.fit_loop._combined_loader
+        if len(loader.flattened) != 1:
+            raise UnsupportedSettingError(
+                f"{len(loader.flattened)} train loaders give one example several ways into a step; "
+                "combine the data sets into one (torch.utils.data.ConcatDataset)"
+            )
+        assert self.facts is not None
+        if self.facts.batches_per_epoch != self.trainer.fit_loop.max_batches:
+            raise RuntimeError(
+                f"Lightning plans {self.trainer.fit_loop.max_batches} batches per epoch, the sampler "
+                f"{self.facts.batches_per_epoch}; please report this"
+            )
+        if self.plan is None:
+            self._make_plan()
+
+    def _make_plan(self) -> None:
+        assert self.facts is not None
+        facts, trainer, settings = self.facts, self.trainer, self.settings
+        refusals.check_delta(settings.delta, facts.num_examples)
+        layout = ParameterLayout(self.module)
+        if not layout.numel:
+            raise UnsupportedSettingError(f"{type(self.module).__name__} has no trainable parameters")
+        self._flags = [p.requires_grad for p in self.module.parameters()]
+        progress = self._progress
+        ahead = horizon(
+            global_step=progress.global_step,
+            max_steps=trainer.max_steps,
+            max_epochs=-1 if trainer.fit_loop.max_epochs is None else trainer.fit_loop.max_epochs,
+            epochs_done=progress.epochs_done,
+            batches_done=progress.batches_done,
+            batches_per_epoch=facts.batches_per_epoch,
+            accumulate=trainer.accumulate_grad_batches,
+        )
+        dimension = self._planned_dimension(layout)
+        plan = make_plan(
+            settings,
+            self.ledger.accountant,
+            sample_rate=facts.sample_rate,
+            dimension=dimension,
+            charges=ahead.passes if self._by_pass else ahead.steps,
+            end=ahead.global_end,
+            previous=self.ledger.plan,
+        )
+        self.plan, self.window = plan, Window(layout)
+        self.mechanism = settings.mechanism_with(plan.noise_multiplier)
+        self.engine = make_engine(settings.engine, self.module, chunk_size=settings.chunk_size)
+        self.noise = make_noise_source(
+            settings.noise_source, layout.device, seed=settings.noise_seed, rank=trainer.global_rank
+        )
+        self.clipper = FlatClipper(settings.max_grad_norm, self.mechanism.norm)
+        self.spending = Spending(self.ledger, charges=plan.charges)
+        self.spending.forecast_for(self._charge(layout.numel))
+        self.ledger.plan = summary(
+            settings, facts.sample_rate, dimension, plan.end, plan.noise_multiplier
+        )
+        self.planned_steps = self._steps_for(plan, ahead)
+        self._cap(progress.global_step, ahead)
+        self._on_plan(self)
+
+    @property
+    def _by_pass(self) -> bool:
+        """Whether a charge covers a whole pass over the data."""
+        return self.settings.sampling == "none" and self.facts is not None and self.facts.once_per_pass
+
+    def _planned_dimension(self, layout: ParameterLayout) -> int:
+        """n to plan with: every parameter where a finetuning callback may unfreeze more of them later (a larger n
+        is never undercounted)."""
+        finetuning = self.pl.callbacks.BaseFinetuning
+        if any(isinstance(callback, finetuning) for callback in self.trainer.callbacks):
+            return sum(p.numel() for p in self.module.parameters())
+        return layout.numel
+
+    def _steps_for(self, plan: Plan, ahead: Horizon) -> float:
+        assert self.facts is not None
+        if not self._by_pass:
+            return min(plan.charges, ahead.steps)
+        if math.isinf(plan.charges):
+            return ahead.steps
+        per_pass = math.ceil(self.facts.batches_per_epoch / self.trainer.accumulate_grad_batches)
+        return min(ahead.steps, plan.charges * per_pass)
+
+    def _cap(self, global_step: int, ahead: Horizon) -> None:
+        """The Trainer's own last step becomes the last affordable one, whatever its minima say."""
+        loop = self.trainer.fit_loop
+        if self.planned_steps < ahead.steps:
+            self.patches.shadow(loop.epoch_loop, "max_steps", global_step + int(self.planned_steps))
+        if self.plan is not None and self.plan.exhausted:
+            self._warn(
+                f"the privacy budget eps={self.settings.eps:g} at delta={self.settings.delta:g} is already spent "
+                f"({self.ledger.releases} releases): no step is taken"
+            )
+
+    # -- before training ------------------------------------------------------------------------------------------
+
+    def check_before_training(self) -> None:
+        """Everything that needs the optimizers and real records, before any data is spent.
+
+        Raises:
+            UnsupportedSettingError, UnsupportedModelError: naming the setting, layer or line.
+        """
+        refusals.check_optimizers(self.trainer.optimizers)
+        self._watched = refusals.monitors(self.trainer)
+        if not self.planned_steps:
+            return
+        assert self.data is not None
+        self.checked = check_step(self, self.data.source)
+        self._refuse_feedback(self.checked.logged_names)
+
+    def open_journal(self) -> None:
+        """The write-ahead journal lies beside the logs, or the checkpoints; without either nothing can be resumed."""
+        self.ledger.open_journal(self.directory if self.trainer.is_global_zero else None)
+
+    def _refuse_feedback(self, logged: frozenset[str] | set[str]) -> None:
+        sentences = refusals.feedback(self._watched, logged)
+        if not self.settings.allow_feedback:
+            refusals.refuse_feedback(sentences)
+        for sentence in sentences:
+            self.ledger.add_caveat(f"{sentence}, which is computed from training data without noise")
+
+    def check_feedback(self) -> None:
+        """Names that training has logged so far, beyond those the self-check saw."""
+        if not self._watched:
+            return
+        results = self.trainer.fit_loop.epoch_loop._results
+        if len(results) == self._logged:
+            return
+        self._logged = len(results)
+        names: set[str] = set()
+        for result in results.values():
+            meta = result.meta
+            names |= {meta.name, f"{meta.name}_step", f"{meta.name}_epoch"} if meta.on_step else {meta.name}
+        self._refuse_feedback(names)
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def epoch_starts(self) -> None:
+        """A new pass: under ``sampling="none"`` its first release is charged again."""
+        self._pass_charged = False
+        if self.data is not None:
+            self.data.start(Position(release=self.ledger.releases, batch=0))
+
+    def batch_fetched(self, batch: Any) -> None:
+        """Pairs the batch with what was drawn for it.
+
+        Raises:
+            UnsupportedSettingError: the collate function made more or fewer rows than records were drawn.
+        """
+        assert self.data is not None
+        found = rows(batch)
+        part = self.data.next_part(found)
+        if found != max(part.count, 1):
+            raise UnsupportedSettingError(
+                f"collate_fn returned {found} rows for {max(part.count, 1)} records; each record must give exactly "
+                "one row, else a record could enter a step more than once"
+            )
+        self._part = part
+
+    def training_step(self, *args: Any) -> Any:
+        """In place of ``Strategy.training_step``: gradients by the engine, the step's own output back."""
+        part, self._part = self._part, None
+        if part is None:
+            raise RuntimeError(
+                "training_step ran twice for the same batch (an optimizer or an optimizer_step override that calls "
+                "its closure several times), so an example would enter one release twice; use an optimizer that "
+                "calls the closure once"
+            )
+        if self.window.begins(part):
+            self._new_window()
+        call = StepCall(args, part.count, self.trainer.precision_plugin.train_step_context)
+        output = self.engine.accumulate(call, self.window.layout, self.clipper, self.window.open(part))
+        return _with_leaf_loss(output, self.window.layout.device)
+
+    def _new_window(self) -> None:
+        layout = self.window.layout
+        flags = [p.requires_grad for p in self.module.parameters()]
+        if flags != self._flags:
+            layout, self._flags = ParameterLayout(self.module), flags
+            self._dimension_changed(layout)
+        if self.window.restart(layout) and not self._dropped_warned:
+            self._dropped_warned = True
+            self._warn("a draw was never released (the optimizer did not step on it); it is dropped, not carried over")
+
+    def _dimension_changed(self, layout: ParameterLayout) -> None:
+        """Freezing or unfreezing changes n: the rest of the budget is judged with the new one."""
+        charge = self._charge(layout.numel)
+        left = affordable_charges(self.settings, self.ledger.accountant, **charge)
+        self.spending.limit(left)
+        self.spending.forecast_for(charge)
+
+    def _charge(self, dimension: int) -> dict[str, Any]:
+        assert self.facts is not None and self.plan is not None
+        return {
+            "noise_multiplier": self.plan.noise_multiplier,
+            "sample_rate": self.facts.sample_rate,
+            "dimension": dimension,
+        }
+
+    def release(self) -> None:
+        """Charges, noises, and writes ``.grad``; or clears it where there is nothing to release or no budget left.
+
+        Nothing but a charged and noised sum ever reaches the optimizer.
+        """
+        total = self.window.take()
+        layout = self.window.layout
+        accounted = not (self._by_pass and self._pass_charged)
+        if total is None or (accounted and self.spending.exhausted):
+            for parameter in self.module.parameters():
+                parameter.grad = None
+            if total is not None:
+                self._stop()
+            return
+        self.spending.charge(self._charge(layout.numel), accounted=accounted)
+        self._pass_charged = True
+        assert self.facts is not None
+        world = self.trainer.world_size
+        release_(
+            total,
+            noise=self.noise,
+            scale=self.mechanism.scale,
+            distribution=self.mechanism.distribution,
+            normaliser=self.facts.expected_batch_size,
+            release=self.ledger.releases - 1,
+            rank=self.trainer.global_rank,
+            world_size=world,
+            all_reduce=distributed_sum if world > 1 else None,
+        )
+        layout.write_grads(total)
+
+    def _stop(self) -> None:
+        """Last guard: reached only where the cap on steps did not bite (parameters were unfrozen meanwhile)."""
+        loop = self.trainer.fit_loop
+        self.patches.shadow(loop, "min_epochs", 0)
+        self.patches.shadow(loop.epoch_loop, "min_steps", None)
+        self.trainer.should_stop = True
+
+    # -- words ----------------------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        self.pl.utilities.rank_zero_info(f"Lap2Privacy: {text}")
+
+    def _warn(self, text: str) -> None:
+        self.pl.utilities.rank_zero_warn(f"Lap2Privacy: {text}")
+
+
+def _with_leaf_loss(output: Any, device: torch.device) -> Any:
+    """The step's output with a loss that Lightning's backward can run on without touching any parameter.
+
+    A step that returned None still gives a (zero) loss: its window is released and charged all the same.
+    """
+
+    def leaf(loss: Tensor) -> Tensor:
+        return loss.detach().clone().requires_grad_()
+
+    if output is None:
+        return leaf(torch.zeros((), device=device))
+    if isinstance(output, Tensor):
+        return leaf(output)
+    return {**output, "loss": leaf(output["loss"])}

@@ -1,0 +1,93 @@
+"""The constructor's arguments, checked and frozen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_lap2 import _validate
+from lightning_lap2.mechanism import MECHANISMS, Mechanism, MechanismName
+
+Bound = Literal["tight", "joint", "published"]
+Sampling = Literal["poisson", "none"]
+Clipping = Literal["flat"]
+EngineName = Literal["vmap", "ghost", "loop"]
+NoiseSourceName = Literal["auto", "aes", "torch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """See :class:`lightning_lap2.Lap2Privacy` for the meaning of each field.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and the legal set.
+    """
+
+    eps: float
+    delta: float
+    max_grad_norm: float
+    noise_multiplier: float | None
+    mechanism: MechanismName
+    bound: Bound
+    sampling: Sampling
+    clipping: Clipping
+    engine: EngineName
+    chunk_size: int | None
+    noise_source: NoiseSourceName
+    noise_seed: int | None
+    assume_nothing_spent: bool
+    allow_feedback: bool
+
+    def __post_init__(self) -> None:
+        _validate.positive("eps", self.eps)
+        _validate.open_unit("delta", self.delta)
+        _validate.positive("max_grad_norm", self.max_grad_norm)
+        _validate.choice("mechanism", self.mechanism, MECHANISMS)
+        _validate.choice("bound", self.bound, ("tight", "joint", "published"))
+        _validate.choice("sampling", self.sampling, ("poisson", "none"))
+        _validate.choice("clipping", self.clipping, ("flat",))
+        _validate.choice("engine", self.engine, ("vmap", "ghost", "loop"))
+        _validate.choice("noise_source", self.noise_source, ("auto", "aes", "torch"))
+        _validate.boolean("assume_nothing_spent", self.assume_nothing_spent)
+        _validate.boolean("allow_feedback", self.allow_feedback)
+        if self.chunk_size is not None:
+            _validate.integer("chunk_size", self.chunk_size, minimum=1)
+        if self.noise_seed is not None:
+            _validate.integer("noise_seed", self.noise_seed, minimum=0)
+        if self.bound != "tight" and self.mechanism != "laplace":
+            raise ValueError(
+                f"bound={self.bound!r} is a bound for mechanism='laplace' only, got mechanism={self.mechanism!r}; "
+                "use bound='tight'"
+            )
+        self._check_noise()
+
+    def _check_noise(self) -> None:
+        if self.noise_multiplier is None:
+            if math.isinf(self.eps):
+                raise ValueError(
+                    "eps=inf sets no budget to calibrate the noise for; give noise_multiplier "
+                    "(0.0 for a run without noise), or a finite eps"
+                )
+            if math.isinf(self.max_grad_norm):
+                raise ValueError("max_grad_norm=inf needs noise_multiplier=0.0 and eps=inf: a run without privacy")
+            return
+        _validate.non_negative("noise_multiplier", self.noise_multiplier)
+        if math.isinf(self.noise_multiplier):
+            raise ValueError("noise_multiplier must be finite, got inf")
+        if self.noise_multiplier == 0 and not math.isinf(self.eps):
+            raise ValueError(
+                f"noise_multiplier=0.0 spends an infinite epsilon, but eps={self.eps!r}; give a positive "
+                "noise_multiplier, or None to calibrate it, or eps=inf for a run without privacy"
+            )
+        self.mechanism_with(self.noise_multiplier)
+
+    def mechanism_with(self, noise_multiplier: float) -> Mechanism:
+        """The release that these settings describe, at the given noise multiplier."""
+        return Mechanism(
+            name=self.mechanism, max_grad_norm=self.max_grad_norm, noise_multiplier=noise_multiplier
+        )
+
+    @property
+    def adjacency(self) -> str:
+        return "add/remove one example" if self.sampling == "poisson" else "zero-out of one example"

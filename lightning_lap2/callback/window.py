@@ -1,0 +1,110 @@
+"""One optimizer step's clipped sum: gathered part by part, noised once, handed out once.
+
+The un-noised sum lives here and nowhere else. It is never in ``.grad``, where other hooks would see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_lap2.gradients import ParameterLayout
+from lightning_lap2.noise import NoiseSource
+from lightning_lap2.sampling import Part
+
+# Elements per all-reduce call: 64 MiB of fp32, large enough to fill the links, small enough for a staging buffer.
+BUCKET = 16 * 2**20
+
+
+class Window:
+    """The sum over the parts of one draw (``accumulate_grad_batches`` loader batches).
+
+    Soundness rests on two facts that are checked here: all parts belong to one draw, in which each example occurs at
+    most once, and no part is added twice. Then each example enters a release at most once.
+    """
+
+    def __init__(self, layout: ParameterLayout) -> None:
+        self.layout = layout
+        self._total: Tensor | None = None
+        self._parts: list[Part] = []
+
+    @property
+    def empty(self) -> bool:
+        return self._total is None
+
+    def begins(self, part: Part) -> bool:
+        """Whether ``part`` belongs to another draw than what is gathered so far."""
+        return self.empty or part.index == 0 or part.release != self._parts[-1].release
+
+    def restart(self, layout: ParameterLayout) -> bool:
+        """Starts a new draw; whatever was gathered and never released is dropped. True if something was."""
+        dropped = not self.empty
+        self.layout = layout
+        self._total, self._parts = None, []
+        return dropped
+
+    def open(self, part: Part) -> Tensor:
+        """The flat sum ``[n]`` that ``part`` is to be added to.
+
+        Raises:
+            RuntimeError: this part was added before: the user's optimizer or ``optimizer_step`` ran its closure twice.
+        """
+        if part in self._parts:
+            raise RuntimeError(
+                "training_step ran twice for the same batch before the optimizer stepped (an optimizer or an "
+                "optimizer_step override that calls its closure several times), so an example would enter one "
+                "release twice; use an optimizer that calls the closure once"
+            )
+        self._parts.append(part)
+        if self._total is None:
+            self._total = self.layout.zeros()
+        return self._total
+
+    def take(self) -> Tensor | None:
+        """The sum, which the window then no longer holds; ``None`` if nothing was gathered since the last call."""
+        total = self._total
+        self._total, self._parts = None, []
+        return total
+
+
+def release_(
+    total: Tensor,
+    *,
+    noise: NoiseSource,
+    scale: float,
+    distribution: str,
+    normaliser: float,
+    release: int,
+    rank: int = 0,
+    world_size: int = 1,
+    all_reduce: Callable[[Tensor], object] | None = None,
+) -> None:
+    """Turns rank-local clipped sums into the noised mean, in place: ``(sum over ranks + noise) / normaliser``.
+
+    Each rank adds noise to its own slice of the flat vector before the all-reduce (SUM), so every coordinate is
+    noised exactly once for the whole job and noise costs 1/world_size. (Laplace noise is not stable under addition:
+    a sum of per-rank draws would not be Laplace.)
+
+    Args:
+        total: flat ``[n]``, fp32 or fp64, contiguous.
+        scale: b of the Laplace or sigma of the Gaussian noise on the sum.
+        normaliser: the public expected batch size, never the number drawn.
+        release: number of this release; keys seeded noise.
+        all_reduce: sums a tensor over all ranks in place; required when ``world_size > 1``.
+    """
+    n = total.numel()
+    start, stop = n * rank // world_size, n * (rank + 1) // world_size
+    if scale > 0 and stop > start:
+        noise.add_(total[start:stop], scale, distribution, release=release)  # type: ignore[arg-type]
+    if world_size > 1:
+        assert all_reduce is not None
+        for first in range(0, n, BUCKET):
+            all_reduce(total[first : first + BUCKET])
+    total.div_(normaliser)
+
+
+def distributed_sum(values: Tensor) -> None:
+    """All-reduce over the default process group."""
+    torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.SUM)

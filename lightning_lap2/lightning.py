@@ -1,0 +1,59 @@
+"""``Lap2Privacy`` for the ``lightning.pytorch`` namespace."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+
+from lightning_lap2.callback.core import Lap2Core
+
+
+class Lap2Privacy(Lap2Core, pl.Callback):
+    r"""Makes ``trainer.fit`` differentially private; the LightningModule stays as it is.
+
+    Each step releases ``(sum of clipped per-example gradients + noise) / expected batch size`` and nothing else:
+    l2 clipping to C, i.i.d. Laplace noise of scale ``b = noise_multiplier * C`` on every trainable scalar (the Lap2
+    mechanism of Mohammady et al., arXiv 2602.23516), Poisson sampling at a rate known exactly, a ledger charged
+    before the parameters change and kept in the checkpoint, and a stop at the budget.
+
+    Args:
+        eps: the budget; the spent epsilon never exceeds it. ``inf`` sets none (and needs a noise multiplier).
+        delta: in (0, 1), and below 1/N.
+        max_grad_norm: C, the l2 norm that each example's gradient is clipped to.
+        noise_multiplier: scale / C. ``None``: calibrated so that the planned run spends ``eps`` and no more. Given:
+            training goes on until the budget is gone. ``0.0`` only with ``eps=inf``: no noise, no guarantee.
+        mechanism: ``"laplace"``; ``"gaussian"`` (l2 clip) and ``"laplace_l1"`` (l1 clip) are baselines.
+        bound: ``"tight"`` (valid, the default), ``"joint"`` (valid, looser), ``"published"`` (the paper's printed
+            bound, for reproduction only: it is not valid).
+        sampling: ``"poisson"`` replaces the train loader's sampling. ``"none"`` keeps the loader's own order, without
+            amplification: one release at q = 1 is charged per pass over the data (zero-out adjacency).
+        clipping: ``"flat"``: one norm over all parameters.
+        engine: ``"vmap"`` (per-example gradients by ``torch.func``), ``"ghost"`` (one backward, no per-example
+            gradients kept: less memory, faster for wide layers), ``"loop"`` (one example at a time: slow, runs
+            anything).
+        chunk_size: examples per vmap call; ``None``: chosen. Speed and memory only.
+        noise_source: ``"aes"`` (cryptographic; ``"auto"`` on the CPU), ``"torch"`` (the device's generator;
+            ``"auto"`` on accelerators).
+        noise_seed: ``None``: noise and draws from the operating system's entropy, untouched by
+            ``seed_everything``. An integer makes both reproducible, and the run not private.
+        assume_nothing_spent: resume from a checkpoint that holds no ledger, declaring that its training spent
+            nothing of this data's budget.
+        allow_feedback: let schedulers and callbacks watch values computed from training data without noise.
+
+    Attributes:
+        noise_multiplier, scale, sample_rate, expected_batch_size, dimension, planned_steps: the plan, once fit started.
+        steps, epsilon, accountant: what has been spent.
+
+    Raises:
+        TypeError, ValueError: an argument's type or value, by name, in the constructor; a setting of the Trainer,
+            loader, module or optimizer under which the guarantee is not proven, by name, before the first step.
+
+    Logs ``privacy/epsilon`` every step (an upper bound of what is spent) and writes ``privacy_report.json`` and
+    ``.md`` when training ends, however it ends.
+
+    Example::
+
+        trainer = L.Trainer(max_epochs=10, callbacks=[Lap2Privacy(eps=1.0)])
+        trainer.fit(model, train_dataloader)
+    """
+
+    _pl = pl
