@@ -8,7 +8,7 @@ sum rounds back to k.
 
 *Strength.* These generators are statistically good but not cryptographic: CUDA's Philox4x32 has a 64-bit
 key, the CPU's Mersenne Twister is linear. Each call takes fresh entropy of the operating system for the
-whole state (key *and* counter of Philox; all 19,968 bits of the Twister, whose ``manual_seed`` would use
+whole state (key *and* counter of Philox; all 19,937 bits of the Twister, whose ``manual_seed`` would use
 32). Where a cryptographic stream is wanted on an accelerator ask for ``"aes"``.
 """
 

@@ -86,12 +86,12 @@ def provably_once(loader: object, world_size: int) -> None:
     """Refuses a loader that may use an example more than once in a pass over all ranks.
 
     For ``sampling="none"``, where an epoch costs one release only if no example repeats. Indices are what is
-    judged: a data set that holds one person's record under two indices is outside what can be seen here, and so
-    are ranks whose ``DistributedSampler`` have different seeds or epochs.
+    judged: a data set that holds one person's record under two indices is outside what can be seen here, and
+    so are ranks whose ``DistributedSampler`` have different seeds or epochs.
 
     Raises:
         TypeError, ValueError: a loader whose batches cannot be counted, as in :func:`check_loader`.
-        ValueError: a sampler that repeats, pads by repetition, is not known, or gives every rank the same data.
+        ValueError: a sampler that repeats, pads by repetition, is unknown, or gives all ranks the same data.
     """
     known = _map_style(loader)
     _length(known)
@@ -109,8 +109,9 @@ def provably_once(loader: object, world_size: int) -> None:
             )
     if reason is not None:
         raise ValueError(
-            f"an example may be used more than once in a pass of the train loader: {reason}. sampling='none' is "
-            "accounted for each example at most once per pass; sampling='poisson' has no such condition"
+            f"an example may be used more than once in a pass of the train loader: {reason}. "
+            "sampling='none' is accounted for each example at most once per pass; sampling='poisson' has no "
+            "such condition"
         )
 
 

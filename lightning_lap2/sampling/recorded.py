@@ -69,8 +69,8 @@ class RecordedBatchSampler(WindowedBatchSampler):
             for batch in window:
                 if not seen.add(batch):
                     raise RuntimeError(
-                        f"{self._name()} gave an example twice in one pass: sampling='none' is accounted for each "
-                        "example at most once per pass. Use a sampler without replacement, or "
+                        f"{self._name()} gave an example twice in one pass: sampling='none' is accounted for "
+                        "each example at most once per pass. Use a sampler without replacement, or "
                         "sampling='poisson'"
                     )
             return [(batch, len(batch)) for batch in window]

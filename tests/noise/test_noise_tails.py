@@ -1,0 +1,190 @@
+"""Tails and extremes, by crafted bits instead of by waiting."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from lightning_lap2.noise.aes import Keystream, add_noise
+from lightning_lap2.noise.device import key_philox, key_twister, split_words, unit_gaussian, unit_laplace
+
+LOG2 = math.log(2)
+
+
+class Crafted:
+    """Hands out given words, one array per call of ``fill``, repeated to the length asked for."""
+
+    def __init__(self, *words: int) -> None:
+        self._words = list(words)
+        self.asked: list[int] = []
+
+    def fill(self, out: np.ndarray) -> None:
+        self.asked.append(len(out))
+        out[:] = self._words.pop(0) if self._words else 0
+
+
+def made(distribution: str, dtype: torch.dtype, *words: int, size: int = 2) -> np.ndarray:
+    values = torch.zeros(size, dtype=dtype)
+    add_noise(values, 1.0, distribution, Crafted(*words))
+    return values.numpy().astype(np.float64)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 96), (torch.float64, 128)])
+def test_all_zero_keystream_is_the_far_end(dtype, bits):
+    """k = 0 and r = 0: t = 2^-bits, so bits log 2 scales (Laplace), sqrt(2 bits log 2) (Gaussian)."""
+    assert np.abs(made("laplace", dtype)) == pytest.approx(bits * LOG2, rel=1e-6)
+    assert bits * LOG2 > 36
+    values = made("gaussian", dtype)  # angle 0: the whole radius in the cosine
+    assert abs(values[0]) == pytest.approx(math.sqrt(2 * bits * LOG2), rel=1e-6)
+    assert values[1] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_all_one_keystream_is_finite(dtype):
+    top = 2**32 - 1 if dtype == torch.float32 else 2**64 - 1
+    for distribution in ("laplace", "gaussian"):
+        values = made(distribution, dtype, top, top, top, top)
+        assert np.isfinite(values).all()
+        assert (np.abs(values) < 1e-3).all()
+
+
+@pytest.mark.parametrize("further", [2**63, 2**40, 2**11, 1, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_refinement_reaches_between_the_words(dtype, further):
+    """k = 0 and 64 further bits r: |noise| = -log((r + 1/2) 2^-64 2^-31), or 2^-63."""
+    bits = 31 if dtype == torch.float32 else 63
+    expected = (64 + bits) * LOG2 - math.log(further + 0.5)
+    assert np.abs(made("laplace", dtype, 0, further)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "mantissa"), [(torch.float32, 24), (torch.float64, 53)])
+def test_words_below_the_mantissa_are_refined(dtype, mantissa):
+    for k, refined in ((2**mantissa - 1, 2), (2**mantissa, 0)):
+        words = Crafted(k)
+        add_noise(torch.zeros(2, dtype=dtype), 1.0, "laplace", words)
+        assert words.asked == [2, refined]
+
+
+def test_several_values_within_one_words_step():
+    for k in (0, 3, 1000, 2**18):
+        values = {abs(made("laplace", torch.float32, k, r << 44)[0]) for r in range(0, 2**20, 2**17)}
+        assert len(values) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sign_is_the_top_bit(dtype):
+    top = 31 if dtype == torch.float32 else 63
+    low, high = (made("laplace", dtype, (bit << top) + 2**30)[0] for bit in (0, 1))
+    assert low == -high != 0
+
+
+@pytest.mark.parametrize("rank", [2.0**-20, 2.0**-30, 2.0**-53, 2.0**-60])
+def test_gaussian_tail_mass(rank):
+    """Mass beyond x, by the law of radius and angle: P(|X| > x) = E_theta t(x / cos theta)."""
+    x = stats.norm.isf(rank / 2)
+    theta = (np.arange(200_000) + 0.5) / 200_000 * math.pi / 2
+    t = np.exp(-((x / np.cos(theta)) ** 2) / 2)
+    assert np.where(t >= 2.0**-96, t, 0).mean() == pytest.approx(rank, rel=1e-4)
+
+
+def test_keystream_is_aes_256_in_counter_mode():
+    """AES-256 of the zero block under the zero key (NIST's known-answer tests)."""
+    out = np.zeros(16, np.uint8)
+    Keystream(bytes(32)).fill(out)
+    assert out.tobytes().hex() == "dc95c078a2408989ad48a21492842087"
+
+
+def test_keystream_goes_on_over_calls_and_blocks():
+    whole, parts = np.empty(100_000, np.uint8), np.empty(100_000, np.uint8)
+    Keystream(b"k" * 32).fill(whole)
+    stream = Keystream(b"k" * 32)
+    for start, end in ((0, 5), (5, 40_000), (40_000, 100_000)):
+        stream.fill(parts[start:end])
+    assert np.array_equal(whole, parts)
+
+
+# Device generators: the transform is the same code on every device.
+
+
+def test_device_words_at_the_ends():
+    for dtype, bits in ((torch.float32, 64), (torch.float64, 127)):
+        rows = 1 if dtype == torch.float32 else 2
+        t, sign = split_words(torch.zeros(rows, 3, dtype=torch.int64), dtype)
+        assert (-t.log() == bits * LOG2).logical_or((-t.log() - bits * LOG2).abs() < 1e-4).all()
+        assert (sign == 1).all()
+        t, sign = split_words(torch.full((rows, 3), -1, dtype=torch.int64), dtype)
+        assert (t == 1).all()
+        assert (sign == -1).all()
+        t, sign = split_words(torch.full((rows, 3), -(2**63), dtype=torch.int64), dtype)
+        assert (-t.log()).min() > 44
+        assert (sign == -1).all()
+
+
+def test_device_words_use_every_bit():
+    words = torch.tensor([[5 << 32, (5 << 32) + (1 << 31), 6 << 32]])
+    t, _ = split_words(words, torch.float32)
+    assert torch.allclose(t * 2**31, torch.tensor([5.0, 5.5, 6.0]))
+    double = torch.tensor([[5, 5, 6], [0, 1 << 62, 0]])
+    t, _ = split_words(double, torch.float64)
+    assert torch.allclose(t * 2**63, torch.tensor([5.0, 5.5, 6.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_device_extremes_stay_finite(dtype, monkeypatch):
+    for word in (0, -1, -(2**63), 2**63 - 1):
+
+        def constant(self, *_, word=word, **__):
+            return self.fill_(word)
+
+        monkeypatch.setattr(torch.Tensor, "random_", constant)
+        for unit in (unit_laplace, unit_gaussian):
+            assert unit(5, dtype, torch.Generator()).isfinite().all()
+
+
+def test_twister_takes_the_whole_secret():
+    secrets = [bytes(2496), bytes(2495) + b"\1", b"\0\0\0\x80" + bytes(2492), bytes(range(208)) * 12]
+    drawn = []
+    for secret in secrets:
+        generator = torch.Generator()
+        key_twister(generator, secret)
+        drawn.append(torch.empty(2000, dtype=torch.int64).random_(-(2**63), None, generator=generator))
+        state = generator.get_state()
+        assert state.dtype == torch.uint8
+    assert len({tuple(values.tolist()) for values in drawn}) == 4
+
+
+def test_unknown_twister_layout_is_refused(monkeypatch):
+    generator = torch.Generator()
+    monkeypatch.setattr("lightning_lap2.noise.device._TWISTER_START", 32)
+    with pytest.raises(RuntimeError, match="aes"):
+        key_twister(generator, bytes(2496))
+
+
+class FakePhilox:
+    """Keeps a state as CUDA's generator does: 16 bytes, the offset a multiple of 4."""
+
+    def __init__(self, faithful: bool = True) -> None:
+        self.faithful = faithful
+
+    def set_state(self, state: torch.Tensor) -> None:
+        assert state.dtype == torch.uint8
+        assert state.numel() == 16
+        self.state = state.clone() if self.faithful else state * 0
+
+    def get_state(self) -> torch.Tensor:
+        return self.state
+
+
+def test_philox_key_and_offset():
+    generator = FakePhilox()
+    key_philox(generator, b"\xff" * 16)
+    assert bytes(generator.state[:8].tolist()) == b"\xff" * 8
+    offset = int.from_bytes(bytes(generator.state[8:].tolist()), "little")
+    assert offset % 4 == 0
+    assert 2**61 < offset < 2**62
+    with pytest.raises(RuntimeError, match="aes"):
+        key_philox(FakePhilox(faithful=False), b"\xff" * 16)
