@@ -101,8 +101,7 @@ class PrivacyReport:
         content = asdict(self)
         content["caveats"] = list(self.caveats)
         return {
-            key: "inf" if isinstance(value, float) and math.isinf(value) else value
-            for key, value in content.items()
+            key: "inf" if isinstance(value, float) and math.isinf(value) else value for key, value in content.items()
         }
 
     def __str__(self) -> str:

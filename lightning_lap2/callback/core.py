@@ -215,10 +215,6 @@ class Lap2Core:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        assert self._session is not None
-        self._session.epoch_starts()
-
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         assert self._session is not None
         self._session.batch_fetched(batch)
@@ -227,14 +223,10 @@ class Lap2Core:
         assert self._session is not None
         self._session.release()
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._session is not None
         # batch_size=1 so that Lightning does not look for one in the batch; on_epoch would average epsilon.
-        pl_module.log(
-            "privacy/epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True, batch_size=1
-        )
+        pl_module.log("privacy/epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
         self._session.check_feedback()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_lap2.callback.refusals import UnsupportedSettingError
 from lightning_lap2.callback.settings import Sampling
@@ -90,53 +90,40 @@ class TrainingData:
             )
         else:
             self._keep_order(loader, limit=limit, world_size=world_size)
+        self.position = Position(release=0, batch=0)
         self._iterated = 0
 
     def _keep_order(self, loader: Any, *, limit: float, world_size: int) -> None:
-        if not isinstance(loader, DataLoader):
-            check_loader(loader)
         self.source = loader
-        expected = _batch_size(loader) * self._accumulate * world_size
-        iterable = isinstance(loader.dataset, IterableDataset)
+        iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+        length: float
         if iterable:
             if world_size > 1:
                 raise UnsupportedSettingError(
                     f"an IterableDataset on {world_size} ranks may give one record to several of them, which cannot "
                     "be checked; use a map-style data set, or one device"
                 )
-            self.sampler, self.loader, once = None, loader, False
-            length: float = math.inf
-            try:
-                length = len(loader)
-            except TypeError:
-                pass
+            self.sampler, self.loader, length = None, loader, _length(loader)
         else:
-            check_loader(loader)
-            if world_size > 1 and not isinstance(loader.sampler, DistributedSampler):
-                raise UnsupportedSettingError(
-                    f"sampling='none' on {world_size} ranks without a DistributedSampler gives every record to every "
-                    "rank; leave Trainer(use_distributed_sampler=True), or use sampling='poisson'"
-                )
             provably_once(loader, world_size)
             self.sampler = RecordedBatchSampler(loader.batch_sampler, accumulate=self._accumulate)
-            self.loader, once, length = rebuild_loader(loader, self.sampler), True, len(loader)
+            self.loader, length = rebuild_loader(loader, self.sampler), len(loader)
+        expected = _batch_size(loader) * self._accumulate * world_size
         self._batches = _limited(length, limit)
         self.facts = DataFacts(
             num_examples=None if iterable else len(loader.dataset),
             expected_batch_size=expected,
             sample_rate=1.0,
             batches_per_epoch=self._batches,
-            once_per_pass=once,
+            once_per_pass=not iterable,
         )
 
     def start(self, position: Position) -> None:
         """The next iteration of the loader begins at ``position``."""
-        self._position = position
+        self.position = position
         self._iterated = 0
         if isinstance(self.sampler, PoissonBatchSampler):
-            self.sampler.start(
-                release=position.release, batch_idx=position.batch, num_batches=int(self._batches)
-            )
+            self.sampler.start(release=position.release, batch_idx=position.batch, num_batches=int(self._batches))
         elif self.sampler is not None:
             self.sampler.start(release=position.release, batch_idx=position.batch)
 
@@ -148,7 +135,7 @@ class TrainingData:
         """
         if self.sampler is not None:
             return self.sampler.next_part()
-        number = self._position.batch + self._iterated
+        number = self.position.batch + self._iterated
         self._iterated += 1
         return Part(
             release=number // self._accumulate,
@@ -168,6 +155,13 @@ def _batch_size(loader: Any) -> int:
             "give DataLoader(batch_size=...)"
         )
     return int(size)
+
+
+def _length(loader: Any) -> float:
+    try:
+        return len(loader)
+    except TypeError:
+        return math.inf
 
 
 def _limited(length: float, limit: float) -> float:

@@ -1,13 +1,16 @@
 """Everything that is patched in Lightning, in one place, undone in one place.
 
-Three instance attributes are set for the length of one fit (no class is ever touched):
+Four instance attributes are set for the length of one fit (no class is ever touched):
 
 ``trainer.strategy.process_dataloader``
     the train loader is replaced by a Poisson one. Here, because it runs after Lightning's own sampler injection and
     serves ``fit(dl)``, datamodules and ``train_dataloader()`` alike. No public hook does.
 ``trainer.fit_loop.setup_data``
-    followed by the plan: data, dimension and ledger are known, and no batch was trained on. ``max_steps`` is capped
+    followed by the plan: data, dimension and ledger are known, and no batch was trained on yet. ``max_steps`` is capped
     here so that learning-rate schedules built from ``estimated_stepping_batches`` see the capped number.
+``trainer.fit_loop.epoch_loop.on_run_start``
+    preceded by aligning the sampler's accumulation windows with the Trainer's batch counter, which a resumed run
+    knows only here.
 ``trainer.strategy.training_step``
     the engine runs the user's ``training_step`` for per-example gradients. No public hook lies between "batch ready"
     and "backward"; the module itself stays unpatched, and DistributedDataParallel.forward is never entered, so its

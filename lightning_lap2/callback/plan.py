@@ -47,9 +47,7 @@ def horizon(
     """
     per_epoch = math.ceil(batches_per_epoch / accumulate) if math.isfinite(batches_per_epoch) else math.inf
     # A window cut by the checkpoint steps with the batches that are left of it.
-    done_here = (
-        per_epoch if batches_done >= batches_per_epoch else batches_done // accumulate if batches_done else 0
-    )
+    done_here = per_epoch if batches_done >= batches_per_epoch else batches_done // accumulate if batches_done else 0
     by_epochs = math.inf if max_epochs == -1 else max(0, max_epochs - epochs_done)
     if by_epochs == 0:
         left: float = 0
@@ -116,9 +114,7 @@ def make_plan(
                 "max_epochs, or give a noise_multiplier (the run then ends at the budget)"
             )
         if accountant.steps and accountant.epsilon(delta=settings.delta) >= settings.eps:
-            return Plan(
-                noise_multiplier=previous.get("noise_multiplier", math.inf), charges=0, exhausted=True, end=end
-            )
+            return Plan(noise_multiplier=previous.get("noise_multiplier", math.inf), charges=0, exhausted=True, end=end)
         same = previous == summary(settings, sample_rate, dimension, end, previous.get("noise_multiplier"))
         if not same and charges:
             multiplier = calibrate_noise_multiplier(

@@ -27,7 +27,9 @@ from lightning_lap2.callback.selfcheck import Checked, check_step
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.callback.spending import Spending
 from lightning_lap2.callback.window import Window, distributed_sum, release_
-from lightning_lap2.gradients import Engine, FlatClipper, ParameterLayout, StepCall, make_engine, rows
+from lightning_lap2.gradients import Engine, FlatClipper, ParameterLayout, StepCall
+from lightning_lap2.gradients.batches import rows
+from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.mechanism import Mechanism
 from lightning_lap2.noise import NoiseSource, make_noise_source
 from lightning_lap2.sampling import Part
@@ -121,6 +123,7 @@ class FitSession:
         self.patches.shadow(strategy, "process_dataloader", process_dataloader)
         self.patches.shadow(fit_loop, "setup_data", setup_data)
         self.patches.shadow(strategy, "training_step", self.training_step)
+        self.patches.shadow(fit_loop.epoch_loop, "on_run_start", self._epoch_starter(fit_loop.epoch_loop))
 
     def end(self) -> None:
         self.patches.undo()
@@ -243,9 +246,7 @@ class FitSession:
         self.clipper = FlatClipper(settings.max_grad_norm, self.mechanism.norm)
         self.spending = Spending(self.ledger, charges=plan.charges)
         self.spending.forecast_for(self._charge(layout.numel))
-        self.ledger.plan = summary(
-            settings, facts.sample_rate, dimension, plan.end, plan.noise_multiplier
-        )
+        self.ledger.plan = summary(settings, facts.sample_rate, dimension, plan.end, plan.noise_multiplier)
         self.planned_steps = self._steps_for(plan, ahead)
         self._cap(progress.global_step, ahead)
         self._on_plan(self)
@@ -326,11 +327,26 @@ class FitSession:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def epoch_starts(self) -> None:
-        """A new pass: under ``sampling="none"`` its first release is charged again."""
-        self._pass_charged = False
-        if self.data is not None:
-            self.data.start(Position(release=self.ledger.releases, batch=0))
+    def _epoch_starter(self, epoch_loop: Any) -> Callable[[Any], None]:
+        """``on_run_start`` of the epoch loop, with the sampler's windows aligned to the Trainer's.
+
+        Lightning counts windows from ``batch_progress.current.ready``, which a resumed run only knows here; the
+        loader's iterator may have been made before, for another position.
+        """
+        on_run_start = epoch_loop.on_run_start
+
+        def aligned(fetcher: Any) -> None:
+            assert self.data is not None
+            self._pass_charged = False
+            ready = epoch_loop.batch_progress.current.ready
+            iterator, stale = fetcher.iterator, self.data.position.batch != ready
+            self.data.start(Position(release=self.ledger.releases, batch=ready))
+            on_run_start(fetcher)
+            if stale and fetcher.iterator is iterator:
+                iter(fetcher)
+                fetcher.fetched += ready
+
+        return aligned
 
     def batch_fetched(self, batch: Any) -> None:
         """Pairs the batch with what was drawn for it.

@@ -84,9 +84,7 @@ class Settings:
 
     def mechanism_with(self, noise_multiplier: float) -> Mechanism:
         """The release that these settings describe, at the given noise multiplier."""
-        return Mechanism(
-            name=self.mechanism, max_grad_norm=self.max_grad_norm, noise_multiplier=noise_multiplier
-        )
+        return Mechanism(name=self.mechanism, max_grad_norm=self.max_grad_norm, noise_multiplier=noise_multiplier)
 
     @property
     def adjacency(self) -> str:

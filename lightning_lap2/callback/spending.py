@@ -41,9 +41,7 @@ class Spending:
         self._charge = charge
         self._reach = int(self._left) if math.isfinite(self._left) else max(_BLOCK, self._ledger.accountant.steps)
         self._since = 0
-        self._forecast = self._ledger.accountant.forecast(
-            delta=self._ledger.delta, steps=self._reach, **charge
-        )
+        self._forecast = self._ledger.accountant.forecast(delta=self._ledger.delta, steps=self._reach, **charge)
 
     def charge(self, charge: dict[str, Any], *, accounted: bool) -> None:
         """One release, before it happens."""

@@ -1,0 +1,51 @@
+# Everything here sets itself up in ./.venv; a second run is quick.
+#
+#   make demo    train on the digits data that ships with scikit-learn, private and not, under two minutes
+#   make test    the whole test suite, under ten minutes on two cores
+#   make check   ruff and mypy
+#   make bench   step time and memory against plain Lightning and other libraries
+#
+# The torch that is installed first; any version that pyproject.toml allows will do: make TORCH=torch test
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test check bench models clean
+
+$(VENV)/.runtime: pyproject.toml
+	@echo "setting up $(VENV) (a few minutes the first time)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable ".[examples]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(PIP) --editable ".[examples,models,dev]"
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP) "opacus>=1.5"
+	@touch $@
+
+demo: $(VENV)/.runtime
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks
+
+# docs/models.md, from the zoo's own results
+models: $(VENV)/.dev
+	$(BIN)/python -m tests.zoo.table
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_logs

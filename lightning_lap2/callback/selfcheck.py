@@ -1,0 +1,108 @@
+"""The check on a few real records at fit start: brings loader, transfer hooks and Trainer to ``preflight``."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_lap2.gradients import StepCall, UnsupportedModelError
+from lightning_lap2.gradients.batches import take_apart
+from lightning_lap2.gradients.preflight import preflight
+
+if TYPE_CHECKING:
+    from lightning_lap2.callback.session import FitSession
+
+_RECORDS = 8
+_SEEDS = range(5)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the self-check learnt: sentences for the report, and the names that ``training_step`` logs."""
+
+    notes: tuple[str, ...] = ()
+    logged_names: frozenset[str] = frozenset()
+
+
+def check_step(session: FitSession, loader: DataLoader[Any]) -> Checked:
+    """Runs the user's step on a few records of the train data, spending none of it (nothing is kept or logged).
+
+    Args:
+        loader: the user's own loader; its data set and ``collate_fn`` are used, not its sampler.
+
+    Raises:
+        UnsupportedModelError: one sentence saying what mixes examples, or cannot be run, and what to use instead.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return Checked(("whether examples mix was not checked: an IterableDataset has no records to look at twice",))
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    count = min(_RECORDS, size)
+    records = [loader.dataset[index * size // count] for index in range(count)]
+    collate = loader.collate_fn
+    trainer, module = session.trainer, session.module
+
+    def transfer(batch: Any) -> Any:
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def call(batch: Any, rows: int) -> StepCall:
+        arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), transfer(batch), 0)
+        return StepCall(tuple(arguments.values()), rows, trainer.precision_plugin.train_step_context)
+
+    _refuse_mixed_rows(records, lambda chosen: transfer(collate(chosen)))
+    result = preflight(session.engine, module, session.window.layout, records=records, collate=collate, call=call)
+    return Checked(result.notes, result.logged_names)
+
+
+def _refuse_mixed_rows(records: list[Any], batch_of: Callable[[list[Any]], Any]) -> None:
+    """A record's row must not change when its batch mates do: under one state of every random generator, the first
+    row of two batches that share only their first record must be the same to the bit. Finds mixup, CutMix and
+    batch normalisation in ``collate_fn`` and the batch transfer hooks, random or not.
+
+    Batches of unlike shapes (padding) draw unlike random numbers and are left to the preflight.
+
+    Raises:
+        UnsupportedModelError: rows mix.
+    """
+    if len(records) < 5:
+        return
+    first, others, strangers = records[0], records[1:3], records[3:5]
+    for seed in _SEEDS:
+        with _generators(seed):
+            mine = take_apart(batch_of([first, *others])).tensors
+        with _generators(seed):
+            theirs = take_apart(batch_of([first, *strangers])).tensors
+        if [t.shape for t in mine] != [t.shape for t in theirs]:
+            return
+        for a, b in zip(mine, theirs, strict=True):
+            if not torch.equal(torch.nan_to_num(a[0].float()), torch.nan_to_num(b[0].float())):
+                raise UnsupportedModelError(
+                    "a record's row of the batch changes with the records it is batched with (mixup, CutMix or batch "
+                    "statistics in collate_fn or on_before/after_batch_transfer), so clipping does not bound what one "
+                    "record does; transform each record by itself"
+                )
+
+
+@contextmanager
+def _generators(seed: int) -> Iterator[None]:
+    """Python's, numpy's and torch's global generators at ``seed``, and afterwards as they were."""
+    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 (the state users' code draws from)
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            torch.manual_seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)  # noqa: NPY002
