@@ -1,0 +1,86 @@
+"""Argument checks of the accounting layer: each message names the argument, its value and the legal set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
+
+MAX_STEPS = 2**53
+"""Largest count of releases: beyond it a float no longer counts by ones."""
+
+
+def _real(name: str, value: object, legal: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a real number in {legal}, got {value!r} of type {type(value).__name__}")
+    return float(value)
+
+
+def noise_multiplier(value: object, name: str = "noise_multiplier") -> float:
+    """Noise scale over the clipping norm, in [0, inf]."""
+    number = _real(name, value, "[0, inf]")
+    if not number >= 0.0:
+        raise ValueError(f"{name} must be in [0, inf], got {value!r}")
+    return number
+
+
+def sample_rate(value: object, name: str = "sample_rate") -> float:
+    """Probability that an example enters a release, in [0, 1]."""
+    number = _real(name, value, "[0, 1]")
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"{name} must be in [0, 1], got {value!r}")
+    return number
+
+
+def dimension(value: object, name: str = "dimension") -> float:
+    """Number of noised coordinates: a non-negative integer or ``math.inf``; returned as a float."""
+    number = _real(name, value, "{0, 1, 2, ...} or inf")
+    if not number >= 0.0 or (math.isfinite(number) and number != math.floor(number)):
+        raise ValueError(f"{name} must be in {{0, 1, 2, ...}} or inf, got {value!r}")
+    return number
+
+
+def steps(value: object, name: str = "steps") -> int:
+    """Number of releases, an integer in [0, 2**53]."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer >= 0, got {value!r} of type {type(value).__name__}")
+    if not 0 <= int(value) <= MAX_STEPS:
+        raise ValueError(f"{name} must be an integer in [0, 2**53], got {value!r}")
+    return int(value)
+
+
+def delta(value: object, name: str = "delta") -> float:
+    """Failure probability of (epsilon, delta), in [0, 1]."""
+    number = _real(name, value, "[0, 1]")
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"{name} must be in [0, 1], got {value!r}")
+    return number
+
+
+def eps(value: object, name: str = "eps") -> float:
+    """Privacy loss bound of (epsilon, delta), in [0, inf]."""
+    number = _real(name, value, "[0, inf]")
+    if not number >= 0.0:
+        raise ValueError(f"{name} must be in [0, inf], got {value!r}")
+    return number
+
+
+def choice(name: str, value: object, legal: Sequence[str]) -> str:
+    """One of a fixed set of names."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be one of {tuple(legal)}, got {value!r} of type {type(value).__name__}")
+    if value not in legal:
+        raise ValueError(f"{name} must be one of {tuple(legal)}, got {value!r}")
+    return value
+
+
+def blocks(value: object, name: str = "extra_blocks") -> tuple[tuple[float, float], ...]:
+    """Pairs (dimension, noise multiplier) released beside the main block under the same coin."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a sequence of (dimension, noise_multiplier) pairs, got {value!r}")
+    pairs = []
+    for item in value:
+        if isinstance(item, (str, bytes)) or not isinstance(item, Sequence) or len(item) != 2:
+            raise TypeError(f"{name} must hold (dimension, noise_multiplier) pairs, got {item!r}")
+        pairs.append((dimension(item[0], f"{name} dimension"), noise_multiplier(item[1], f"{name} noise_multiplier")))
+    return tuple(pairs)

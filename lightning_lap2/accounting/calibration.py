@@ -1,0 +1,166 @@
+"""From a budget to the noise: calibration, and the paper's choice of clipping norm and scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_lap2.accounting import _check
+from lightning_lap2.accounting._search import smallest_safe
+from lightning_lap2.accounting.accountant import MajorizedAccountant
+from lightning_lap2.accounting.release import check_pair, make_release
+
+_RTOL = 5e-5
+
+
+def calibrate_noise_multiplier(
+    *,
+    eps: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    dimension: float,
+    bound: str = "tight",
+    mechanism: str = "laplace",
+    accountant: MajorizedAccountant | None = None,
+    extra_blocks: Sequence[tuple[float, float]] = (),
+) -> float:
+    r"""Smallest noise multiplier m = scale / C whose ``steps`` steps cost at most ``eps`` at ``delta``.
+
+    The answer is on the safe side, ``epsilon(m) <= eps`` as the accountant computes it, and within a relative
+    1e-4 of the smallest that is.
+
+    Args:
+        eps: budget, in [0, inf].
+        delta: in [0, 1].
+        sample_rate: q in [0, 1].
+        steps: planned releases.
+        dimension: n, number of noised coordinates.
+        bound, mechanism: as in :class:`~lightning_lap2.accounting.MajorizedAccountant`.
+        accountant: what has been spent before (of a resumed run); its bound and mechanism must agree. It is not
+            charged.
+        extra_blocks: (dimension, noise multiplier) released beside at every step, with noise of their own.
+
+    Returns:
+        m in [0, inf); 0.0 where no noise is needed (steps = 0, q = 0, eps = inf, delta = 1).
+
+    Raises:
+        ValueError: where no finite noise serves, or an argument is illegal.
+    """
+    mechanism, bound = check_pair(mechanism, bound)
+    eps, delta, steps = _check.eps(eps), _check.delta(delta), _check.steps(steps)
+    make_release(1.0, sample_rate, dimension, extra_blocks)
+    spent = MajorizedAccountant(bound=bound, mechanism=mechanism) if accountant is None else accountant
+    if (spent.bound, spent.mechanism) != (bound, mechanism):
+        raise ValueError(
+            f"accountant must have bound={bound!r} and mechanism={mechanism!r}, got bound={spent.bound!r} and "
+            f"mechanism={spent.mechanism!r}"
+        )
+
+    def composed(m: float) -> MajorizedAccountant:
+        return spent._with(make_release(m, sample_rate, dimension, extra_blocks), steps)
+
+    def cost(m: float) -> float:
+        return composed(m).epsilon(delta=delta)
+
+    def cost_by_moments(m: float) -> float:
+        return composed(m)._epsilon_without_domination(delta)
+
+    if cost(0.0) <= eps:
+        return 0.0
+    if not cost(math.inf) <= eps:
+        raise ValueError(_no_noise_serves(eps, delta, "what was released before costs more"))
+    start = _first_guess(eps, delta, sample_rate, steps)
+    # Cheap first: the moments alone bracket the answer from above; the slow route can only lower it.
+    above = smallest_safe(cost_by_moments, eps, start, _RTOL)
+    if bound != "tight" and above < math.inf:
+        return above
+    if above < math.inf and cost(above / (1.0 + _RTOL)) > eps:
+        return above
+    best = smallest_safe(cost, eps, min(above, 1e100) if above < math.inf else start, _RTOL)
+    if math.isinf(best):
+        raise ValueError(_no_noise_serves(eps, delta, f"the cost stays above eps up to m = 1e120 at delta={delta!r}"))
+    return best
+
+
+def _no_noise_serves(eps: float, delta: float, why: str) -> str:
+    return f"eps must be one that a finite noise multiplier can meet, got eps={eps!r} at delta={delta!r}: {why}"
+
+
+def _first_guess(eps: float, delta: float, rate: float, steps: int) -> float:
+    """The paper's closed form b* / C = (2 q / eps) sqrt(T log(1/delta)), kept within reason."""
+    log_inverse = -math.log(delta) if 0.0 < delta < 1.0 else 50.0
+    guess = 2.0 * rate * math.sqrt(steps * log_inverse) / max(eps, 1e-6)
+    return min(max(guess, 0.3), 1e6)
+
+
+@dataclass(frozen=True)
+class ClipAndScale:
+    """One row of the paper's Algorithm 1.
+
+    Attributes:
+        max_grad_norm: C, the l2 clipping norm.
+        scale: b, the Laplace scale on the sum, in the units of C.
+        noise_multiplier: b / C.
+        snr: signal-to-noise ratio C / b.
+        total_snr: q sqrt(T) C / b.
+        epsilon: what T steps cost at the given delta, at most the budget.
+    """
+
+    max_grad_norm: float
+    scale: float
+    noise_multiplier: float
+    snr: float
+    total_snr: float
+    epsilon: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python numbers."""
+        return asdict(self)
+
+
+def optimize_clip_and_scale(
+    *,
+    eps: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    dimension: float,
+    max_grad_norms: Sequence[float],
+    bound: str = "tight",
+    mechanism: str = "laplace",
+) -> list[ClipAndScale]:
+    r"""The paper's Algorithm 1: for each clipping norm C of a grid, the smallest scale b that meets (eps, delta).
+
+    The search is a bracketed bisection from :math:`b^* = (2q/\epsilon) \sqrt{T \log(1/\delta)}\, C`. What follows
+    from the mathematics: clipping to C and adding noise of scale b is the same experiment as clipping to 1 and
+    adding noise of scale b / C, so the accountant sees only C / b. The smallest b is therefore proportional to C,
+    every C of the grid has the same best ratio C / b and the same q sqrt(T) C / b, one calibration serves the
+    whole grid, and C is a choice of utility (how much signal clipping removes), not of privacy.
+
+    Args:
+        eps, delta, sample_rate, steps, dimension, bound, mechanism: as in :func:`calibrate_noise_multiplier`.
+        max_grad_norms: the grid of C > 0, finite.
+
+    Returns:
+        One :class:`ClipAndScale` for each C, in the order given.
+
+    Raises:
+        TypeError, ValueError: naming the argument; also where no finite noise serves.
+
+    Source: Lap2 (arXiv 2602.23516), Algorithm 1.
+    """
+    norms = [_check.noise_multiplier(c, "max_grad_norms") for c in max_grad_norms]
+    if not norms or not all(0.0 < c < math.inf for c in norms):
+        raise ValueError(f"max_grad_norms must hold at least one value, each in (0, inf), got {max_grad_norms!r}")
+    multiplier = calibrate_noise_multiplier(
+        eps=eps, delta=delta, sample_rate=sample_rate, steps=steps, dimension=dimension, bound=bound, mechanism=mechanism
+    )
+    accountant = MajorizedAccountant(bound=bound, mechanism=mechanism)
+    accountant.step(noise_multiplier=multiplier, sample_rate=sample_rate, dimension=dimension, steps=steps)
+    spent = accountant.epsilon(delta=delta)
+    snr = math.inf if multiplier == 0.0 else 1.0 / multiplier
+    total = snr * sample_rate * math.sqrt(steps) if sample_rate * steps > 0.0 else 0.0
+    return [ClipAndScale(c, c * multiplier, multiplier, snr, total, spent) for c in norms]

@@ -1,0 +1,90 @@
+"""Epsilon ahead of time: an upper bound at every step of a plan, for a few microseconds a query."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_lap2.accounting import _check
+from lightning_lap2.accounting.moments import INFINITE, ORDER_LEVELS, level_count, level_log_moments
+from lightning_lap2.accounting.release import Release
+
+if TYPE_CHECKING:
+    from lightning_lap2.accounting.accountant import MajorizedAccountant
+
+Array = npt.NDArray[np.float64]
+
+_COARSE, _FINE = 12, 16
+
+
+class EpsilonForecast:
+    r"""Upper bound on epsilon after k further steps, 0 <= k <= ``steps``: see :meth:`epsilon`.
+
+    Two bounds are combined. Every integer order gives a line, epsilon <= intercept + slope k, exact for that order.
+    The accountant's own epsilon, with every sharpening, is known on a grid of k; it is nondecreasing in k, so its
+    value at the next grid point bounds it in between.
+
+    Attributes:
+        steps: the last k of the plan.
+        delta: the delta of every value.
+    """
+
+    def __init__(
+        self, delta: float, grid: list[int], values: list[float], intercepts: Array, slopes: Array
+    ) -> None:
+        self.delta = delta
+        self.steps = grid[-1]
+        self._grid = grid
+        self._values = [float(v) for v in np.minimum.accumulate(np.asarray(values)[::-1])[::-1]]
+        self._intercepts = intercepts
+        self._slopes = slopes
+
+    def epsilon(self, k: int) -> float:
+        """Upper bound on epsilon after ``k`` further steps; nondecreasing in k, exact at k = ``steps``."""
+        if not 0 <= k <= self.steps:
+            raise ValueError(f"k must be an integer in [0, {self.steps}], got {k!r}")
+        value = self._values[bisect_left(self._grid, k)]
+        if self._slopes.size:
+            value = min(value, max(0.0, float((self._intercepts + k * self._slopes).min())))
+        return value
+
+
+def build_forecast(accountant: MajorizedAccountant, release: Release, steps: int, delta: float) -> EpsilonForecast:
+    """Evaluate the accountant on a grid of at most 30 points: see :class:`EpsilonForecast`."""
+    grid = _grid(steps)
+    values = [accountant._with(release, k).epsilon(delta=delta) for k in grid]
+    intercepts, slopes = _lines(accountant, release, delta)
+    return EpsilonForecast(delta, grid, values, intercepts, slopes)
+
+
+def _grid(steps: int) -> list[int]:
+    """0, 1, then geometric to steps / 8, then evenly to ``steps``."""
+    points = {0, min(1, steps), steps}
+    knee = max(steps // 8, 1)
+    points |= {int(knee ** (i / _COARSE)) for i in range(1, _COARSE + 1)}
+    points |= {knee + (steps - knee) * i // _FINE for i in range(_FINE)}
+    return sorted(p for p in points if p <= steps)
+
+
+def _lines(accountant: MajorizedAccountant, release: Release, delta: float) -> tuple[Array, Array]:
+    """Intercept and slope in k of the epsilon of each usable integer order."""
+    empty = np.zeros(0)
+    remaining = accountant._after_bare(delta)
+    if remaining is None or not 0.0 < remaining < 1.0 or release.is_free or release.is_bare:
+        return empty, empty
+    intercepts, slopes = [empty], [empty]
+    for level in range(min(level_count(accountant.bound), 3)):
+        orders = np.asarray(ORDER_LEVELS[level], dtype=np.float64)
+        spent = accountant._level(level)
+        slope = level_log_moments(release, accountant.mechanism, accountant.bound, level)
+        usable = (orders > 1.0) & (spent < INFINITE) & (slope < INFINITE / _check.MAX_STEPS)
+        orders, spent, slope = orders[usable], spent[usable], slope[usable]
+        constant = -(math.log(remaining) + np.log(orders)) / (orders - 1.0) + np.log1p(-1.0 / orders)
+        intercepts.append(spent / (orders - 1.0) + constant)
+        slopes.append(slope / (orders - 1.0))
+    rounding = 1.0 + 1e-14  # the accountant adds in another order
+    return np.concatenate(intercepts) + 1e-14, np.concatenate(slopes) * rounding

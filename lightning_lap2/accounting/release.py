@@ -1,0 +1,101 @@
+"""What one step of the mechanism releases: a frozen event, apart from any accountant."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_lap2.accounting import _check
+
+BOUNDS = ("tight", "joint", "published")
+MECHANISMS = ("laplace", "gaussian", "laplace_l1")
+
+
+class UnsoundBoundWarning(UserWarning):
+    """The bound asked for reproduces a published formula that does not bound the privacy loss."""
+
+
+def check_pair(mechanism: object, bound: object) -> tuple[str, str]:
+    """Return the (mechanism, bound) pair if it is supported, else raise.
+
+    Raises:
+        TypeError: where either is not a string.
+        ValueError: where either is unknown, or the two do not go together: ``"joint"`` and ``"published"``
+            are statements about Laplace noise with l2 clipping only.
+    """
+    name = _check.choice("mechanism", mechanism, MECHANISMS)
+    kind = _check.choice("bound", bound, BOUNDS)
+    if name != "laplace" and kind != "tight":
+        raise ValueError(f"bound must be one of ('tight',) where mechanism={name!r}, got {kind!r}")
+    return name, kind
+
+
+def warn_if_unsound(bound: str, stacklevel: int = 3) -> None:
+    """Warn on every use of ``bound="published"``."""
+    if bound == "published":
+        warnings.warn(
+            'bound="published" reproduces Theorem III.7 of the Lap2 paper as printed; it is not a valid bound on '
+            'the privacy loss (docs/guarantee.md has the counterexample). Use bound="tight".',
+            UnsoundBoundWarning,
+            stacklevel=stacklevel,
+        )
+
+
+@dataclass(frozen=True)
+class Release:
+    """One noisy sum: every example enters with probability ``sample_rate``, one coin for all coordinates.
+
+    Args:
+        noise_multiplier: m = scale / C, in [0, inf]: b / C for Laplace, sigma / C for Gaussian noise, where C
+            bounds the l2 norm of an example's contribution (the l1 norm for mechanism ``"laplace_l1"``).
+        sample_rate: q in [0, 1]; 1 means no sampling and no amplification.
+        dimension: n, the number of coordinates, all of which are noised; ``math.inf`` is valid and pessimistic.
+        extra_blocks: (dimension, noise multiplier) of further vectors released under the same coin, each clipped
+            and noised by itself: layers of per-layer clipping, the noisy count of adaptive clipping.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and the legal set.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    dimension: float
+    extra_blocks: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise_multiplier", _check.noise_multiplier(self.noise_multiplier))
+        object.__setattr__(self, "sample_rate", _check.sample_rate(self.sample_rate))
+        object.__setattr__(self, "dimension", _check.dimension(self.dimension))
+        object.__setattr__(self, "extra_blocks", _check.blocks(self.extra_blocks))
+
+    @property
+    def blocks(self) -> tuple[tuple[float, float], ...]:
+        """(n_l, rho_l) of every block that costs anything, with rho = C / scale = 1 / m; rho may be ``inf``."""
+        pairs = ((self.dimension, self.noise_multiplier), *self.extra_blocks)
+        return tuple((n, _inverse(m)) for n, m in pairs if n > 0.0 and m < math.inf)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the output does not depend on the example at all: q = 0, n = 0 or m = inf."""
+        return self.sample_rate == 0.0 or not self.blocks
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether some block carries no noise: an example that is drawn is revealed."""
+        return self.sample_rate > 0.0 and any(rho == math.inf for _, rho in self.blocks)
+
+
+def _inverse(multiplier: float) -> float:
+    return math.inf if multiplier < 1e-300 else 1.0 / multiplier
+
+
+def make_release(
+    noise_multiplier: float,
+    sample_rate: float,
+    dimension: float,
+    extra_blocks: Sequence[tuple[float, float]] = (),
+) -> Release:
+    """Build a :class:`Release`; the one place where sequences become tuples."""
+    return Release(noise_multiplier, sample_rate, dimension, _check.blocks(extra_blocks))
