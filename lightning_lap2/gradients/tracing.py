@@ -1,0 +1,203 @@
+"""Everything that is patched or checked while the user's ``training_step`` is traced, in one place, undone after.
+
+Through ``vmap`` some code fails that has no need to: masks in Hugging Face models and ``F.one_hot`` read a value
+(``.item()``), GRU and RNN make a hidden state without the example dimension. :func:`way_through` replaces these for
+traced tensors only, so other threads and untraced code see no change. What cannot run, or would break the
+guarantee, is refused here by name.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from lightning_lap2.gradients.engine import UnsupportedModelError
+
+
+def is_traced(value: Any) -> bool:
+    """Whether ``value`` is a tensor inside a ``torch.func`` transform."""
+    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+# --- refused by name -------------------------------------------------------------------------------------------------
+
+
+def refuse_layers(module: nn.Module, *, vmapped: bool) -> None:
+    """Raises for layers that mix examples, that write what no noise protects, or that ``vmap`` cannot run.
+
+    Raises:
+        UnsupportedModelError: naming the layer and what to use instead.
+    """
+    for name, layer in module.named_modules():
+        reason = layer_refusal(layer, vmapped=vmapped)
+        if reason is not None:
+            raise UnsupportedModelError(f"{type(layer).__name__} {name!r} {reason}")
+
+
+def layer_refusal(layer: nn.Module, *, vmapped: bool) -> str | None:
+    """Why this layer, in its present mode, cannot be trained privately; ``None`` where it can."""
+    if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+        return (
+            "normalises by statistics of the batch, so each example's gradient depends on the others, and keeps "
+            "running statistics that no noise protects: replace it by nn.GroupNorm, or freeze it with .eval() "
+            "(in on_train_epoch_start, since Lightning calls .train()) where it has running statistics"
+        )
+    if isinstance(layer, _InstanceNorm) and layer.track_running_stats and layer.training:
+        return (
+            "writes running statistics of the data that no noise protects: use track_running_stats=False or "
+            "nn.GroupNorm"
+        )
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        if layer.max_norm is not None:
+            return "has max_norm, which rescales the rows that a batch uses in place, without noise: use max_norm=None"
+        if layer.sparse and vmapped:
+            return "has sparse=True, which engine='vmap' cannot run: use sparse=False, or engine='loop'"
+    return None
+
+
+# --- ways through vmap -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def way_through(module: nn.Module) -> Iterator[None]:
+    """Inside, code that fails under ``vmap(grad(...))`` without need runs; afterwards nothing is left patched."""
+    with ExitStack() as undo:
+        undo.enter_context(_replaced(F, "one_hot", _one_hot(F.one_hot)))
+        masking = sys.modules.get("transformers.masking_utils")
+        if masking is not None:
+            undo.enter_context(_replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
+        for layer in module.modules():
+            if isinstance(layer, nn.GRU | nn.RNN):
+                handle = layer.register_forward_pre_hook(_batched_state, with_kwargs=True)
+                undo.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Hugging Face mask code asks this before it reads values to skip a mask that is all ones."""
+
+    def is_tracing(tensor: Any = None) -> bool:
+        return is_traced(tensor) or original(tensor)
+
+    return is_tracing
+
+
+def _one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``F.one_hot`` checks the range of the classes by value; here out-of-range classes give rows of zeros."""
+
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if not is_traced(tensor):
+            return original(tensor, num_classes)
+        if num_classes < 0:
+            raise UnsupportedModelError(
+                "F.one_hot without num_classes reads the largest class of the batch, which mixes examples: "
+                "give num_classes"
+            )
+        return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).long()
+
+    return one_hot
+
+
+def _batched_state(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Gives GRU and RNN an initial state that carries the example dimension of their input."""
+    assert isinstance(layer, nn.GRU | nn.RNN)
+    named = dict(zip(("input", "hx"), args, strict=False)) | kwargs
+    x, hx = named["input"], named.get("hx")
+    if not is_traced(x):
+        return None
+    if hx is None:
+        shape = [layer.num_layers * (2 if layer.bidirectional else 1), layer.hidden_size]
+        if x.dim() == 3:
+            shape.insert(1, x.shape[0] if layer.batch_first else x.shape[1])
+        hx = x.new_zeros(shape)
+    return (x, hx + 0 * x.detach().sum()), {}
+
+
+# --- naming the line -------------------------------------------------------------------------------------------------
+
+
+def explain(error: BaseException, module: nn.Module) -> NoReturn:
+    """Raises :class:`UnsupportedModelError` for code that runs alone but not under ``vmap``.
+
+    The message names the user's line, the innermost layer where one is known, and the engine that can run it.
+    """
+    if isinstance(error, UnsupportedModelError):
+        raise error
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
+    where = _user_line(frames, lines)
+    layer = _innermost_layer(frames, module)
+    at = f" in layer {layer}" if layer else ""
+    summary = str(error).strip().split("\n")[0][:200]
+    raise UnsupportedModelError(
+        f"{where}{at} cannot run for all examples at once (engine='vmap'): {_cause(summary)}. "
+        f"Use engine='loop', which runs one example at a time, or rewrite that line. "
+        f"[{type(error).__name__}: {summary}]"
+    ) from error
+
+
+def _cause(message: str) -> str:
+    """What functorch's message means for the user."""
+    if ".item()" in message or "data-dependent" in message or "aten::_local_scalar_dense" in message:
+        return "it reads the value of a tensor (.item(), float(), bool(), an `if` on data, a boolean index)"
+    if "inplace" in message or "in-place" in message:
+        return "it writes data into a tensor that is not per example, such as a buffer"
+    if "autograd.Function" in message or "setup_context" in message:
+        return "a custom autograd.Function has no vmap rule (set generate_vmap_rule = True and define setup_context)"
+    if "data pointer" in message or "storage" in message:
+        return "it needs a tensor's memory (numpy(), packed sequences, a fused kernel)"
+    if "checkpoint" in message or "saved_tensors_hooks" in message or "saved tensor hooks" in message:
+        return "activation checkpointing cannot be traced"
+    return "torch.func has no way to run it"
+
+
+def _user_line(frames: list[FrameType], lines: list[int]) -> str:
+    """``file:line`` of the innermost frame outside libraries, else of the innermost ``training_step``."""
+    found = [i for i, f in enumerate(frames) if not _is_library(f.f_code.co_filename)]
+    found = found or [i for i, f in enumerate(frames) if f.f_code.co_name == "training_step"]
+    index = found[-1] if found else len(frames) - 1
+    if index < 0:
+        return "training_step"
+    return f"{frames[index].f_code.co_filename}:{lines[index]}"
+
+
+def _is_library(filename: str) -> bool:
+    path = Path(filename)
+    if filename.startswith("<") or "site-packages" in path.parts:
+        return True
+    roots = (Path(__file__).parents[1], Path(torch.__file__).parent, Path(sysconfig.get_paths()["stdlib"]))
+    return any(root in path.parents for root in roots)
+
+
+def _innermost_layer(frames: list[FrameType], module: nn.Module) -> str | None:
+    names = {id(layer): name for name, layer in module.named_modules()}
+    for frame in reversed(frames):
+        owner = frame.f_locals.get("self")
+        name = names.get(id(owner)) if isinstance(owner, nn.Module) else None
+        if name:
+            return f"{name!r} ({type(owner).__name__})"
+    return None
