@@ -20,9 +20,7 @@ __all__ = [
 ]
 
 
-def make_noise_source(
-    kind: NoiseKind, device: torch.device, *, seed: int | None = None, rank: int = 0
-) -> NoiseSource:
+def make_noise_source(kind: NoiseKind, device: torch.device, *, seed: int | None = None, rank: int = 0) -> NoiseSource:
     """The noise source for buffers on ``device``.
 
     Args:

@@ -45,9 +45,7 @@ class NoiseSource(ABC):
         self.seed = seed
         self.rank = rank
 
-    def add_(
-        self, values: Tensor, scale: float, distribution: Distribution = "laplace", *, release: int
-    ) -> None:
+    def add_(self, values: Tensor, scale: float, distribution: Distribution = "laplace", *, release: int) -> None:
         """Adds i.i.d. noise to ``values`` in place.
 
         Args:
@@ -93,9 +91,7 @@ def check_request(values: Tensor, scale: float, distribution: str, device: torch
     if distribution not in ("laplace", "gaussian"):
         raise ValueError(f"distribution must be 'laplace' or 'gaussian', got {distribution!r}")
     if values.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"noise needs a float32 or float64 tensor, got {values.dtype}: sum and noise in float32"
-        )
+        raise TypeError(f"noise needs a float32 or float64 tensor, got {values.dtype}: sum and noise in float32")
     if values.dim() != 1 or not values.is_contiguous():
         raise ValueError(
             f"noise needs a flat contiguous tensor, got shape {tuple(values.shape)} with strides "

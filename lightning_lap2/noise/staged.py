@@ -43,9 +43,7 @@ class StagedAesNoise(NoiseSource):
 
     name: ClassVar[str] = "aes"
 
-    def __init__(
-        self, device: torch.device, *, seed: int | None = None, rank: int = 0, ahead: bool = True
-    ) -> None:
+    def __init__(self, device: torch.device, *, seed: int | None = None, rank: int = 0, ahead: bool = True) -> None:
         super().__init__(device, seed=seed, rank=rank)
         self.ahead = ahead
         self._host = AesNoise(torch.device("cpu"), seed=seed, rank=rank)

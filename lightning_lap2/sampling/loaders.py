@@ -137,8 +137,7 @@ def _map_style(loader: object) -> DataLoader[Any]:
         )
     if not getattr(loader, "in_order", True):
         raise ValueError(
-            "the train loader has in_order=False: batches would arrive apart from their counts. "
-            "Use in_order=True"
+            "the train loader has in_order=False: batches would arrive apart from their counts. Use in_order=True"
         )
     return loader
 

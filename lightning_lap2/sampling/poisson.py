@@ -105,13 +105,10 @@ class PoissonBatchSampler(WindowedBatchSampler):
         rate = parts * self.batch_size * self.world_size / self.num_examples
         count = int(coins.binomial(self._shard, rate))
         # Floyd's algorithm where count is small, a tail shuffle where the shard is at most 50 times as large.
-        local = (
-            coins.choice(self._shard, count, replace=False, shuffle=True) if count else np.empty(0, np.int64)
-        )
+        local = coins.choice(self._shard, count, replace=False, shuffle=True) if count else np.empty(0, np.int64)
         drawn = self.rank + self.world_size * local
         return [
-            (part.tolist(), len(part)) if len(part) else ([self._template], 0)
-            for part in np.array_split(drawn, parts)
+            (part.tolist(), len(part)) if len(part) else ([self._template], 0) for part in np.array_split(drawn, parts)
         ]
 
     def _coins(self, release: int) -> np.random.Generator:
