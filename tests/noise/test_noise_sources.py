@@ -199,9 +199,7 @@ def test_noise_is_added_to_what_is_there(make):
     values = torch.arange(1000, dtype=torch.float64)
     make(CPU, seed=1).add_(values, 0.5, release=0)
     expected = draw(make(CPU, seed=1), 1000, 0.5, dtype=torch.float64)
-    assert torch.allclose(
-        values, torch.arange(1000, dtype=torch.float64) + torch.from_numpy(expected), atol=1e-9
-    )
+    assert torch.allclose(values, torch.arange(1000, dtype=torch.float64) + torch.from_numpy(expected), atol=1e-9)
 
 
 @every_source

@@ -84,9 +84,6 @@ def test_scales_may_change_between_releases():
 
 def test_secret_bytes_separate_their_fields():
     assert secret_bytes(32, "a", None, 0, 0) != secret_bytes(32, "a", None, 0, 0)
-    seen = {
-        secret_bytes(32, *fields)
-        for fields in (("a", 1, 2, 3), ("b", 1, 2, 3), ("a", 12, 3, 3), ("a", 1, 23, 3))
-    }
+    seen = {secret_bytes(32, *fields) for fields in (("a", 1, 2, 3), ("b", 1, 2, 3), ("a", 12, 3, 3), ("a", 1, 23, 3))}
     assert len(seen) == 4
     assert secret_bytes(32, "a", 1, 2, 3) == secret_bytes(32, "a", 1, np.int64(2), 3)

@@ -177,6 +177,9 @@ THIRTEEN = TensorDataset(torch.arange(13))
 def test_not_provably_once(loader, world, message):
     with pytest.raises(ValueError, match=message):
         provably_once(loader, world)
+
+
+def test_a_stream_is_not_provably_once():
     with pytest.raises(TypeError, match="IterableDataset"):
         provably_once(DataLoader(Stream()), 1)
 
