@@ -1,16 +1,19 @@
-"""The engines by name."""
+"""The engines by name, each loaded when it is first asked for."""
 
 from __future__ import annotations
+
+from importlib import import_module
 
 from torch import nn
 
 from lightning_lap2 import _validate
 from lightning_lap2.gradients.engine import Engine
-from lightning_lap2.gradients.ghost import GhostEngine
-from lightning_lap2.gradients.loop import LoopEngine
-from lightning_lap2.gradients.vmap import VmapEngine
 
-ENGINES: dict[str, type[Engine]] = {"vmap": VmapEngine, "ghost": GhostEngine, "loop": LoopEngine}
+ENGINES = {
+    "vmap": ("lightning_lap2.gradients.vmap", "VmapEngine"),
+    "ghost": ("lightning_lap2.gradients.ghost", "GhostEngine"),
+    "loop": ("lightning_lap2.gradients.loop", "LoopEngine"),
+}
 
 
 def make_engine(name: str, module: nn.Module, *, chunk_size: int | None = None) -> Engine:
@@ -19,4 +22,6 @@ def make_engine(name: str, module: nn.Module, *, chunk_size: int | None = None) 
     Raises:
         ValueError: an unknown name.
     """
-    return ENGINES[_validate.choice("engine", name, ENGINES)](module, chunk_size=chunk_size)
+    home, kind = ENGINES[_validate.choice("engine", name, ENGINES)]
+    engine: Engine = getattr(import_module(home), kind)(module, chunk_size=chunk_size)
+    return engine
