@@ -6,7 +6,7 @@ vectors are off by more than the differences looked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,26 +61,39 @@ class Evaluation:
 Reduction = Literal["mean", "sum", "weighted", "mixed"]
 
 
-def reduction(parts: Sequence[Evaluation], whole: Evaluation, tolerance: float) -> Reduction:
+def reduction(
+    parts: Sequence[Evaluation], batch_of: Callable[[list[int]], Evaluation], tolerance: float
+) -> Reduction:
     """How a batch's loss and gradient arise from those of its examples alone.
 
     .. math:: L_B = \\sum_i w_i L_i, \\qquad g_B = \\sum_i w_i g_i
 
-    ``"mean"``: all w_i = 1/k fit; ``"sum"``: all w_i = 1 fit; ``"weighted"``: some w_i >= 0 that add to 1
-    fit; ``"mixed"``: none do, so that some example's share depends on the others.
+    ``"mean"``: all w_i = 1/k fit. ``"sum"``: all w_i = 1 fit. ``"weighted"``: some w_i >= 0 that add to 1 fit, and
+    without the heaviest example the others keep their proportions. ``"mixed"``: none of these, so that some
+    example's share depends on the others.
 
     Args:
         parts: loss and gradient of each of the k >= 2 examples alone.
-        whole: those of the batch.
+        batch_of: those of the batch of the examples of the given indices.
         tolerance: relative to the larger of the two sides, the terms of a sum counted in full.
     """
     k = len(parts)
-    for name, weight in (("mean", 1 / k), ("sum", 1.0)):
-        if _fits(parts, whole, [weight] * k, tolerance):
-            return "mean" if name == "mean" else "sum"
+    whole = batch_of(list(range(k)))
+    if _fits(parts, whole, [1 / k] * k, tolerance):
+        return "mean"
+    if _fits(parts, whole, [1.0] * k, tolerance):
+        return "sum"
     weights = _least_squares(parts, whole)
-    if min(weights) >= -tolerance and _fits(parts, whole, weights, tolerance):
-        return "weighted" if abs(sum(weights) - 1) <= k * tolerance else "mixed"
+    rest = sorted(range(k), key=lambda i: weights[i])[:-1]
+    left = sum(weights[i] for i in rest)
+    if (
+        min(weights) >= -tolerance
+        and abs(sum(weights) - 1) <= k * tolerance
+        and left > k * tolerance  # or one example stands for all, as in a maximum
+        and _fits(parts, whole, weights, tolerance)
+        and _fits([parts[i] for i in rest], batch_of(rest), [weights[i] / left for i in rest], tolerance)
+    ):
+        return "weighted"
     return "mixed"
 
 

@@ -24,7 +24,6 @@ from lightning_lap2.gradients.engine import Engine, UnsupportedModelError
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.preflight.algebra import (
     Evaluation,
-    Reduction,
     combine,
     distance,
     norm,
@@ -282,7 +281,11 @@ class _Flight:
 
     def _check_mixing(self, batch: BatchParts, parts: list[Evaluation], crosses: bool) -> None:
         """The loss of a batch is an average or a sum of its examples' losses."""
-        how: Reduction = reduction(parts, self.probe.evaluate(batch), self.tolerance)
+
+        def batch_of(rows: list[int]) -> Evaluation:
+            return self.probe.evaluate(select(batch, rows))
+
+        how = reduction(parts, batch_of, self.tolerance)
         if how == "mixed":
             raise self._mixes("the gradient of a batch is not an average of the gradients of its examples")
         if crosses and how != "weighted":  # a weighted mean's halves share their normaliser
