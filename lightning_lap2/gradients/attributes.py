@@ -32,9 +32,11 @@ from torchmetrics import Metric, MetricCollection
 from lightning_lap2.gradients.engine import UnsupportedModelError
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-# what nn.Module keeps for itself ("training" is watched: a step that switches modes is noticed), and what the
-# recorder and the pre-flight shadow meanwhile
-_OWN = (frozenset(vars(nn.Module())) - {"training", *_REGISTERED}) | {"_trainer", "_fabric", "log", "log_dict", "print"}
+# what nn.Module keeps for itself ("training" is watched: a step that switches modes is noticed), what the recorder
+# and the pre-flight shadow meanwhile, and what recurrent layers keep of their weights (tracing.way_through resets it)
+_OWN = (frozenset(vars(nn.Module())) - {"training", *_REGISTERED}) | {
+    "_trainer", "_fabric", "log", "log_dict", "print", "_flat_weights", "_flat_weight_refs"
+}  # fmt: skip
 _LIBRARIES = frozenset(
     {"builtins", "collections", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities",
      "torchmetrics", "transformers", "tokenizers", "peft", "numpy", "functools", "logging", "enum", "pathlib",

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -70,19 +71,43 @@ def layer_refusal(layer: nn.Module, *, vmapped: bool) -> str | None:
 # --- ways through vmap -----------------------------------------------------------------------------------------------
 
 
+_FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
+
+
 @contextmanager
-def way_through(module: nn.Module) -> Iterator[None]:
+def way_through(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Inside, code that fails under ``vmap(grad(...))`` without need runs; afterwards nothing is left patched."""
     with ExitStack() as undo:
+        undo.enter_context(_quiet_fallback())
+        if device.type == "cpu":
+            # the CPU's fused attention has no batching rule: it would run one example at a time
+            undo.enter_context(sdpa_kernel(SDPBackend.MATH))
         undo.enter_context(_replaced(F, "one_hot", _one_hot(F.one_hot)))
         masking = sys.modules.get("transformers.masking_utils")
         if masking is not None:
             undo.enter_context(_replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
         for layer in module.modules():
+            if isinstance(layer, nn.RNNBase):
+                # its forward collects the parameters it finds, here the traced ones
+                undo.callback(vars(layer).update, {name: vars(layer)[name] for name in _FLAT_WEIGHTS})
             if isinstance(layer, nn.GRU | nn.RNN):
                 handle = layer.register_forward_pre_hook(_batched_state, with_kwargs=True)
                 undo.callback(handle.remove)
         yield
+
+
+@contextmanager
+def _quiet_fallback() -> Iterator[None]:
+    """Some operators run example by example inside vmap and would warn; they are right, only slow.
+
+    The switch has no getter; afterwards it stands as torch starts with it. (A warnings filter instead would make
+    Python forget which of the user's warnings it has shown, at every step.)
+    """
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
 
 
 @contextmanager
@@ -168,6 +193,8 @@ def _cause(message: str) -> str:
         return "it writes data into a tensor that is not per example, such as a buffer"
     if "autograd.Function" in message or "setup_context" in message:
         return "a custom autograd.Function has no vmap rule (set generate_vmap_rule = True and define setup_context)"
+    if "stack expects each tensor to be equal size" in message:
+        return "the size of a tensor depends on the data (packed sequences, boolean indices)"
     if "data pointer" in message or "storage" in message:
         return "it needs a tensor's memory (numpy(), packed sequences, a fused kernel)"
     if "checkpoint" in message or "saved_tensors_hooks" in message or "saved tensor hooks" in message:

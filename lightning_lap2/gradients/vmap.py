@@ -92,7 +92,7 @@ class VmapEngine(Engine):
         traces: list[Trace] = []
         carried: list[Sequence[Tensor]] = []
         try:
-            with self._recorder.shadowing(), way_through(self.module), torch.enable_grad():
+            with self._recorder.shadowing(), way_through(self.module, layout.device), torch.enable_grad():
                 for start in range(0, parts.count, chunk):
                     guard.begin_call()
                     rows = [t[start : start + chunk] for t in parts.tensors]

@@ -153,7 +153,7 @@ PLAIN = [
     Case(
         "LSTM on packed sequences", _task(lambda: modules.Packed(nn.LSTM), _classify),
         lambda count: (_random(count, 7, 5), _lengths(count), _labels(count, 4)), "classification",
-        refused={"vmap": "it needs a tensor's memory"},
+        refused={"vmap": "packed sequences"},
     ),
     Case("Branches on data, .item()", _task(modules.Branching, _classify), _vectors(4, 3), "classification",
          refused=_ITEM),

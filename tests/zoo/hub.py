@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,10 @@ def lora() -> nn.Module:
 
     task = decoder("GPT2Config", "GPT2LMHeadModel", n_embd=16, n_layer=2, n_head=2, n_positions=24)()
     config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["c_attn"], fan_in_fan_out=True)
-    task.net = peft.get_peft_model(task.net, config)
+    with warnings.catch_warnings():
+        # peft asks for an attribute that transformers is about to rename
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        task.net = peft.get_peft_model(task.net, config)
     for name, parameter in task.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter)  # zero at first, so that lora_A would get no gradient

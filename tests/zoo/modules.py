@@ -152,7 +152,7 @@ class Convolutions(nn.Module):
         self.one_up = nn.ConvTranspose1d(4, 4, 2, stride=2)
         self.two = nn.Conv2d(4, 4, 3, padding=1, groups=2)
         self.two_up = nn.ConvTranspose2d(4, 2, 2)
-        self.three = nn.Conv3d(2, 3, 2, padding="same")
+        self.three = nn.Conv3d(2, 3, 3, padding="same")
         self.three_up = nn.ConvTranspose3d(3, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
