@@ -225,8 +225,8 @@ class Lap2Core:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._session is not None
-        # batch_size=1 so that Lightning does not look for one in the batch; on_epoch would average epsilon.
-        pl_module.log("privacy/epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
+        # not on_epoch: that would be an average of epsilon over the epoch
+        pl_module.log("privacy/epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True)
         self._session.check_feedback()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

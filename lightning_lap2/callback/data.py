@@ -122,10 +122,8 @@ class TrainingData:
         """The next iteration of the loader begins at ``position``."""
         self.position = position
         self._iterated = 0
-        if isinstance(self.sampler, PoissonBatchSampler):
+        if self.sampler is not None:
             self.sampler.start(release=position.release, batch_idx=position.batch, num_batches=int(self._batches))
-        elif self.sampler is not None:
-            self.sampler.start(release=position.release, batch_idx=position.batch)
 
     def next_part(self, rows: int) -> Part:
         """What the loader batch that was just fetched is: its window and its number of drawn examples.

@@ -1,0 +1,67 @@
+"""Scenario 13 and the constructor: every refusal names the argument, its value and the legal set."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from lightning_lap2 import Lap2Privacy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"eps": 0.0}, ValueError, "eps must be positive, got 0.0"),
+        ({"eps": -1.0}, ValueError, "eps must be positive, got -1.0"),
+        ({"eps": math.nan}, ValueError, "eps must be a number, got nan"),
+        ({"eps": "much"}, TypeError, "eps must be a number, got 'much'"),
+        ({"eps": True}, TypeError, "eps must be a number, got True"),
+        ({"delta": 0.0}, ValueError, "delta must lie strictly between 0 and 1, got 0.0"),
+        ({"delta": 1.0}, ValueError, "delta must lie strictly between 0 and 1, got 1.0"),
+        ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm must be positive, got -1.0"),
+        ({"max_grad_norm": 0}, ValueError, "max_grad_norm must be positive, got 0"),
+        ({"max_grad_norm": math.inf}, ValueError, "max_grad_norm=inf needs noise_multiplier=0.0"),
+        ({"max_grad_norm": math.inf, "noise_multiplier": 1.0}, ValueError, "max_grad_norm=inf leaves the noise"),
+        ({"noise_multiplier": -0.1}, ValueError, "noise_multiplier must not be negative, got -0.1"),
+        ({"noise_multiplier": math.inf}, ValueError, "noise_multiplier must be finite, got inf"),
+        ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier must be a number, got nan"),
+        ({"noise_multiplier": 0.0}, ValueError, "noise_multiplier=0.0 spends an infinite epsilon, but eps=1.0"),
+        ({"eps": math.inf}, ValueError, "eps=inf sets no budget to calibrate the noise for"),
+        ({"mechanism": "cauchy"}, ValueError, "mechanism must be one of 'laplace', 'gaussian', 'laplace_l1'"),
+        ({"bound": "loose"}, ValueError, "bound must be one of 'tight', 'joint', 'published', got 'loose'"),
+        ({"bound": "joint", "mechanism": "gaussian"}, ValueError, "bound='joint' is a bound for mechanism='laplace'"),
+        ({"sampling": "shuffle"}, ValueError, "sampling must be one of 'poisson', 'none', got 'shuffle'"),
+        ({"clipping": "none"}, ValueError, "clipping must be one of 'flat', got 'none'"),
+        ({"engine": "hooks"}, ValueError, "engine must be one of 'vmap', 'ghost', 'loop', got 'hooks'"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
+        ({"chunk_size": 2.5}, TypeError, "chunk_size must be an integer, got 2.5"),
+        ({"noise_source": "randn"}, ValueError, "noise_source must be one of 'auto', 'aes', 'torch', got 'randn'"),
+        ({"noise_seed": -1}, ValueError, "noise_seed must be at least 0, got -1"),
+        ({"noise_seed": "1"}, TypeError, "noise_seed must be an integer, got '1'"),
+        ({"allow_feedback": "yes"}, TypeError, "allow_feedback must be True or False, got 'yes'"),
+        ({"assume_nothing_spent": 1}, TypeError, "assume_nothing_spent must be True or False, got 1"),
+    ],
+)
+def test_constructor_refuses_by_name(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        Lap2Privacy(**{"eps": 1.0, **arguments})
+    assert message in str(raised.value)
+
+
+def test_infinite_budget_may_be_written_as_a_string() -> None:
+    assert math.isinf(Lap2Privacy(eps="inf", noise_multiplier=0.0).eps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["noise_multiplier", "scale", "sample_rate", "expected_batch_size", "dimension"])
+def test_plan_is_unknown_before_fit(name: str) -> None:
+    with pytest.raises(RuntimeError, match="is known once fit has started"):
+        getattr(Lap2Privacy(eps=1.0), name)
+
+
+def test_fresh_callback_has_spent_nothing() -> None:
+    callback = Lap2Privacy(eps=1.0)
+    assert callback.steps == 0
+    assert callback.epsilon == 0.0
+    assert "Nothing was released" in str(callback.report())
