@@ -38,7 +38,7 @@ def _bisect(
     turn = 0
     while high - low > 1:
         middle = (low + high) // 2
-        if turn % 3 != 2 and 0.0 < low_cost and high_cost < math.inf and high_cost > low_cost:
+        if turn % 3 != 2 and low_cost > 0.0 and low_cost < high_cost < math.inf:
             # Secant in log-log: cost is close to a power of k. One step in three halves the bracket regardless.
             slope = math.log(high / low) / math.log(high_cost / low_cost)
             target = low * (max(budget, low_cost) / low_cost) ** slope

@@ -71,12 +71,13 @@ class MajorizedAccountant:
     def __init__(self, bound: str = "tight", mechanism: str = "laplace") -> None:
         self.mechanism, self.bound = check_pair(mechanism, bound)
         self._ledger: dict[Release, int] = {}
+        self._steps = 0
         warn_if_unsound(self.bound)
 
     @property
     def steps(self) -> int:
         """Releases so far, free ones included."""
-        return sum(self._ledger.values())
+        return self._steps
 
     def step(
         self,
@@ -100,9 +101,9 @@ class MajorizedAccountant:
         self._charge(release, _check.steps(steps))
 
     def _charge(self, release: Release, steps: int) -> None:
-        total = self.steps + steps
-        if total > _check.MAX_STEPS:
-            raise ValueError(f"steps must be an integer in [0, 2**53] in total, got {total}")
+        if self._steps + steps > _check.MAX_STEPS:
+            raise ValueError(f"steps must be an integer in [0, 2**53] in total, got {self._steps + steps}")
+        self._steps += steps
         if steps:
             self._ledger[release] = self._ledger.get(release, 0) + steps
 
@@ -142,7 +143,7 @@ class MajorizedAccountant:
         bare = self._bare_mass()
         if not self._costly() or math.isinf(eps):
             return bare
-        value = math.exp(min(0.0, self._minimise(log_delta_objective(eps))[0]))
+        value = math.exp(min(0.0, self._minimise(log_delta_objective(min(eps, 1e100)))[0]))
         if self.bound != "published":
             value = min(value, pure_delta(self._pure(), eps))
             route = self._domination()
@@ -153,7 +154,7 @@ class MajorizedAccountant:
     def best_order(self, delta: float) -> float:
         """Order (lambda + 1 in the paper) that gives the smallest epsilon by moments; inf where none is finite."""
         remaining = self._after_bare(_check.delta(delta))
-        if remaining is None or not 0.0 < remaining or not self._costly():
+        if remaining is None or remaining == 0.0 or not self._costly():
             return math.inf
         return self._minimise(epsilon_objective(remaining))[1]
 
@@ -261,6 +262,7 @@ class MajorizedAccountant:
     def _with(self, release: Release | None, steps: int) -> MajorizedAccountant:
         clone = object.__new__(type(self))
         clone.mechanism, clone.bound, clone._ledger = self.mechanism, self.bound, dict(self._ledger)
+        clone._steps = self._steps
         if release is not None:
             clone._charge(release, steps)
         return clone

@@ -156,7 +156,13 @@ def optimize_clip_and_scale(
     if not norms or not all(0.0 < c < math.inf for c in norms):
         raise ValueError(f"max_grad_norms must hold at least one value, each in (0, inf), got {max_grad_norms!r}")
     multiplier = calibrate_noise_multiplier(
-        eps=eps, delta=delta, sample_rate=sample_rate, steps=steps, dimension=dimension, bound=bound, mechanism=mechanism
+        eps=eps,
+        delta=delta,
+        sample_rate=sample_rate,
+        steps=steps,
+        dimension=dimension,
+        bound=bound,
+        mechanism=mechanism,
     )
     accountant = MajorizedAccountant(bound=bound, mechanism=mechanism)
     accountant.step(noise_multiplier=multiplier, sample_rate=sample_rate, dimension=dimension, steps=steps)

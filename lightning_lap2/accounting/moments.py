@@ -141,7 +141,9 @@ def real_table(orders: Array, release: Release, mechanism: str, bound: str) -> A
         return gaussian_table(orders, release.blocks)
     if mechanism == "laplace_l1":
         return single_coordinate_table(orders, release.blocks)
-    return (even_spread_table if bound == "tight" else majorant_table)(orders, release.blocks)
+    if bound == "tight":
+        return even_spread_table(orders, release.blocks)
+    return majorant_table(orders, release.blocks)
 
 
 def subsampled_log_moments(orders: Sequence[int], table: Array, rate: float) -> Array:
@@ -183,7 +185,9 @@ def subsampled_log_moments(orders: Sequence[int], table: Array, rate: float) -> 
 
 def _log_expm1(value: Array) -> Array:
     safe = np.maximum(value, _TINY)
-    return np.where(safe < 1.0, np.log(np.expm1(np.minimum(safe, 1.0))), safe + np.log1p(-np.exp(-np.maximum(safe, 0.5))))
+    near = np.log(np.expm1(np.minimum(safe, 1.0)))
+    far = safe + np.log1p(-np.exp(-np.maximum(safe, 0.5)))
+    return np.where(safe < 1.0, near, far)
 
 
 def _log_one_plus_sum(terms: Array) -> Array:
