@@ -47,7 +47,7 @@ class Lap2Core:
     ) -> None:
         super().__init__()
         self.settings = Settings(
-            eps=float("inf") if eps == "inf" else eps,
+            eps=float("inf") if str(eps) == "inf" else eps,
             delta=delta,
             max_grad_norm=max_grad_norm,
             noise_multiplier=noise_multiplier,
