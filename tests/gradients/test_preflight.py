@@ -218,9 +218,7 @@ def test_a_step_that_needs_mates() -> None:
         def accumulate(self, call: StepCall, layout: ParameterLayout, clipper: Clipper, total: Tensor) -> Any:
             return None
 
-    with pytest.raises(
-        UnsupportedModelError, match=r"ValueError in needs_mates, line \d+ of test_preflight.py"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"ValueError in needs_mates, line \d+ of test_preflight.py"):
         fly(needs_mates, engine=Whole)
 
 

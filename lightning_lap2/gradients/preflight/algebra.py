@@ -61,9 +61,7 @@ class Evaluation:
 Reduction = Literal["mean", "sum", "weighted", "mixed"]
 
 
-def reduction(
-    parts: Sequence[Evaluation], batch_of: Callable[[list[int]], Evaluation], tolerance: float
-) -> Reduction:
+def reduction(parts: Sequence[Evaluation], batch_of: Callable[[list[int]], Evaluation], tolerance: float) -> Reduction:
     """How a batch's loss and gradient arise from those of its examples alone.
 
     .. math:: L_B = \\sum_i w_i L_i, \\qquad g_B = \\sum_i w_i g_i
@@ -104,9 +102,7 @@ def _fits(parts: Sequence[Evaluation], whole: Evaluation, weights: Sequence[floa
     gradients = [part.gradient for part in parts]
     # terms may cancel; their rounding errors do not
     scale = sum(abs(weight) * norm(g) for weight, g in zip(weights, gradients, strict=True))
-    return distance(whole.gradient, combine(gradients, weights)) <= tolerance * max(
-        norm(whole.gradient), scale
-    )
+    return distance(whole.gradient, combine(gradients, weights)) <= tolerance * max(norm(whole.gradient), scale)
 
 
 def _least_squares(parts: Sequence[Evaluation], whole: Evaluation) -> list[float]:

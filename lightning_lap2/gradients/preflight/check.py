@@ -190,8 +190,7 @@ class _Flight:
             owner.training = False
         if self._deterministic(batch):
             self.notes.append(
-                f"{self.probe.step} draws random numbers in train mode, so the pre-flight checked it in eval "
-                "mode"
+                f"{self.probe.step} draws random numbers in train mode, so the pre-flight checked it in eval mode"
             )
             return crosses
         if crosses:
