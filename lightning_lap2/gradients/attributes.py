@@ -7,8 +7,8 @@ breaks the sensitivity bound. The rules:
 * parameters, buffers and tensors that are written in place, under any engine: refused by attribute name;
 * a tensor of the trace that is kept anywhere on the module: refused by attribute name;
 * under ``vmap`` plain Python values cannot depend on the data (reading a traced tensor raises), so counters, lists
-  and caches are allowed. Every call but the first starts from the values before the batch, and the first call's
-  values stay: the effect of one plain step;
+  and caches are allowed, tensors included that no example went into (a mask made on first use). Every call but the
+  first starts from the values before the batch, and the first call's values stay: the effect of one plain step;
 * one example at a time (``"loop"``) they can depend on the data (``.item()``), so any change is refused.
 
 Looked into: submodules, lists, tuples, dicts, sets, deques, and objects of the user's own classes. What a step
@@ -83,6 +83,11 @@ class _Node:
                 else:
                     del entries[key]
 
+    def replace(self, key: Any, value: Any) -> None:
+        """Sets one entry of a list, dict or attribute."""
+        entries = self.live if isinstance(self.live, list | deque | dict) else vars(self.live)
+        entries[key] = value
+
     def name(self, key: Any) -> str:
         for registered in _REGISTERED:
             if self.path.endswith(f".{registered}"):
@@ -124,7 +129,11 @@ class AttributeGuard:
                 )
             for key, value in node.changed().items():
                 changed = True
-                self._check(node.name(key), value)
+                constant = _data_independent(value)
+                if self.allow_plain and constant is not None:
+                    node.replace(key, constant)
+                else:
+                    self._check(node.name(key), value)
         if self.after is None:
             self.after = _capture(self.module) if changed else self.before
 
@@ -148,6 +157,18 @@ class AttributeGuard:
     def undo(self) -> None:
         """Puts back the values from before the batch; after an exception no traced tensor stays."""
         _restore(self.before)
+
+
+def _data_independent(value: Any) -> Tensor | None:
+    """The plain tensor inside a traced one that no example's data went into (a mask made on first use), or ``None``."""
+    functorch = torch._C._functorch
+    if not isinstance(value, Tensor) or not functorch.is_functorch_wrapped_tensor(value):
+        return None
+    while functorch.is_functorch_wrapped_tensor(value):
+        if functorch.is_batchedtensor(value):
+            return None
+        value = functorch.get_unwrapped(value)
+    return value
 
 
 def _restore(nodes: list[_Node]) -> None:

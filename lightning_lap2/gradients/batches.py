@@ -8,7 +8,8 @@ leaf                                        meaning
 ==========================================  ==============================================================
 tensor ``[B, ...]``                         one row per example
 0-dim tensor, number, string, ``None``      the same for all examples, handed on as it is
-list or tuple of B strings or numbers       one entry per example
+list or tuple of B strings or numbers, or   one entry per example
+of B containers of them without a tensor
 ==========================================  ==============================================================
 
 Everything else is refused by name. A container that is not understood would be handed to every example whole, and
@@ -135,8 +136,20 @@ def untouchable(path: str, _values: Sequence[Any]) -> Untouchable:
     return Untouchable(path)
 
 
-def _is_per_example_list(node: Sequence[Any]) -> bool:
-    return len(node) > 0 and all(isinstance(v, _PLAIN) for v in node) and any(v is not None for v in node)
+def _is_per_example_list(node: Any) -> bool:
+    """A list or tuple of strings and numbers, or of dicts and lists of them, and no tensor anywhere inside.
+
+    A named tuple has fields, so its entries are no examples.
+    """
+    if type(node) not in (list, tuple) or all(v is None for v in node):
+        return False
+    return all(_is_plain(v) for v in node)
+
+
+def _is_plain(node: Any) -> bool:
+    if isinstance(node, _PLAIN):
+        return True
+    return _is_known_container(node) and all(_is_plain(v) for _, v in _children(node, ""))
 
 
 def _children(node: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -160,7 +173,7 @@ def _collect(node: Any, path: str, tensors: list[tuple[str, Tensor]], lists: lis
             "the lengths [B], and pack inside training_step (with engine='loop')"
         )
     elif _is_known_container(node):
-        if isinstance(node, tuple | list) and _is_per_example_list(node):
+        if _is_per_example_list(node):
             lists.append((path, node))
             return
         for child_path, child in _children(node, path):
@@ -185,7 +198,7 @@ def _rebuild(node: Any, path: str, tensors: Iterator[Tensor], per_example: Calla
         return next(tensors) if node.dim() > 0 else node
     if isinstance(node, _PLAIN):
         return node
-    if isinstance(node, tuple | list) and _is_per_example_list(node):
+    if _is_per_example_list(node):
         return per_example(path, node)
     children = [_rebuild(child, at, tensors, per_example) for at, child in _children(node, path)]
     if isinstance(node, Mapping | UserDict):

@@ -178,9 +178,15 @@ def explain(error: BaseException, module: nn.Module) -> NoReturn:
     layer = _innermost_layer(frames, module)
     at = f" in layer {layer}" if layer else ""
     summary = str(error).strip().split("\n")[0][:200]
+    if "inplace" in summary or "in-place" in summary:
+        raise UnsupportedModelError(
+            f"{where}{at} writes into a tensor from outside the step, such as a buffer: no noise protects it, so this "
+            f"is refused under every engine. Write it in on_train_batch_end, from public quantities "
+            f"[{type(error).__name__}: {summary}]"
+        ) from error
     raise UnsupportedModelError(
         f"{where}{at} cannot run for all examples at once (engine='vmap'): {_cause(summary)}. "
-        f"Use engine='loop', which runs one example at a time, or rewrite that line. "
+        f"Use engine='loop', which runs one example at a time, or rewrite that line "
         f"[{type(error).__name__}: {summary}]"
     ) from error
 
@@ -189,11 +195,9 @@ def _cause(message: str) -> str:
     """What functorch's message means for the user."""
     if ".item()" in message or "data-dependent" in message or "aten::_local_scalar_dense" in message:
         return "it reads the value of a tensor (.item(), float(), bool(), an `if` on data, a boolean index)"
-    if "inplace" in message or "in-place" in message:
-        return "it writes data into a tensor that is not per example, such as a buffer"
     if "autograd.Function" in message or "setup_context" in message:
         return "a custom autograd.Function has no vmap rule (set generate_vmap_rule = True and define setup_context)"
-    if "stack expects each tensor to be equal size" in message:
+    if "stack expects each tensor to be equal size" in message or "dynamic shape" in message:
         return "the size of a tensor depends on the data (packed sequences, boolean indices)"
     if "data pointer" in message or "storage" in message:
         return "it needs a tensor's memory (numpy(), packed sequences, a fused kernel)"

@@ -1,0 +1,329 @@
+"""What is logged and returned through an engine equals plain Lightning on the same batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from lightning_lap2.gradients.batches import rows
+from lightning_lap2.gradients.clipping import FlatClipper
+from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError
+from lightning_lap2.gradients.loop import LoopEngine
+from lightning_lap2.gradients.parameters import ParameterLayout
+from lightning_lap2.gradients.vmap import VmapEngine
+
+ENGINES = [
+    pytest.param(LoopEngine, None, id="loop"),
+    pytest.param(VmapEngine, None, id="vmap"),
+    pytest.param(VmapEngine, 1, id="vmap-1"),
+    pytest.param(VmapEngine, 3, id="vmap-3"),
+]
+
+
+class Memory(Logger):
+    """A logger that remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    name = version = None  # type: ignore[assignment]
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append(dict(metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class ByEngine(L.Callback):
+    """Sends ``training_step`` through an engine, with no noise and no clipping."""
+
+    def __init__(self, kind: type[Engine], chunk: int | None) -> None:
+        self.kind, self.chunk = kind, chunk
+        self.outputs: list[Any] = []
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.engine = self.kind(pl_module, chunk_size=self.chunk)
+
+        def step(*args: Any) -> Any:
+            self.layout = ParameterLayout(pl_module)
+            self.total = self.layout.zeros()
+            count = rows(args[0])
+            output = self.engine.accumulate(StepCall(args, count), self.layout, FlatClipper(float("inf")), self.total)
+            self.total /= count
+            loss = output["loss"] if isinstance(output, dict) else output
+            loss = loss.clone().requires_grad_()
+            return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+        trainer.strategy.training_step = step  # type: ignore[method-assign]
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self.layout.write_grads(self.total)
+
+
+class Outputs(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs)
+
+
+class Everyday(L.LightningModule):
+    """Every form of logging at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.accuracy = MulticlassAccuracy(3)
+        self.value = MulticlassF1Score(3)
+        self.mean = MeanMetric()
+        self.weighted = MeanMetric()
+        self.total = SumMetric()
+        options = {"accuracy": MulticlassAccuracy(3, average="micro"), "f1": MulticlassF1Score(3)}
+        self.objects = MetricCollection(options, prefix="objects/")
+        self.values = MetricCollection(options, prefix="values/").clone()
+        self.several = nn.ModuleDict({"a": MulticlassAccuracy(3, top_k=2)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, extra = batch
+        logits = self.net(x) * extra["scale"][:, None]
+        each = F.cross_entropy(logits, y, reduction="none")
+        loss = each.mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("default", loss.detach())
+        self.log("max", loss, on_step=False, on_epoch=True, reduce_fx=torch.max)
+        self.log("min", loss, on_step=False, on_epoch=True, reduce_fx="min")
+        self.log("float", 0.5 * (batch_idx + 1), on_step=True, on_epoch=True)
+        self.log("lr", self.optimizers().param_groups[0]["lr"])
+        self.log("sized", loss * 2, batch_size=x.shape[0], on_epoch=True, on_step=False)
+        self.log_dict({"d/norm": logits.norm(dim=1).mean(), "d/one": 1.0}, on_step=False, on_epoch=True)
+        self.accuracy.update(logits, y)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("value", self.value(logits, y), on_step=True, on_epoch=False)
+        self.mean(each)
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        self.weighted.update(loss, weight=x.shape[0])
+        self.log("weighted", self.weighted, on_step=False, on_epoch=True)
+        self.total.update(each)
+        self.log("total", self.total, on_step=False, on_epoch=True)
+        self.objects.update(logits, target=y)
+        self.log_dict(self.objects, on_step=False, on_epoch=True)
+        values = self.values(logits, y)
+        self.log_dict(values, on_step=True, on_epoch=False)
+        self.log_dict({f"again/{k}": v for k, v in values.items()}, on_step=True)
+        self.several["a"](logits, y)
+        self.log("top2", self.several["a"], on_step=False, on_epoch=True)
+        return {"loss": loss, "logits": logits.detach(), "share": y.float().mean(), "tag": "t", "f1": values}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(count: int = 10) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    records = [
+        (x, y, {"scale": s})
+        for x, y, s in zip(
+            torch.randn(count, 6, generator=generator),
+            torch.randint(0, 3, (count,), generator=generator),
+            torch.rand(count, generator=generator) + 0.5,
+            strict=True,
+        )
+    ]
+    return DataLoader(records, batch_size=4)  # type: ignore[arg-type]
+
+
+def fit(module: L.LightningModule, tmp_path: Any, *callbacks: L.Callback, loader: Any = None) -> Memory:
+    memory = Memory()
+    trainer = L.Trainer(
+        max_epochs=2, accelerator="cpu", logger=memory, callbacks=list(callbacks), log_every_n_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, loader or data())
+    memory.rows.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+    return memory
+
+
+def close(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(close(a[k], b[k]) for k in a)
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and bool(torch.allclose(a.detach(), b.detach(), rtol=2e-5, atol=1e-6))
+    return a == b if isinstance(a, str) else a == pytest.approx(b, rel=2e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "chunk"), ENGINES)
+def test_logs_outputs_and_weights_equal_plain_lightning(kind: type[Engine], chunk: int | None, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    plain, ours = Everyday(), Everyday()
+    ours.load_state_dict(plain.state_dict())
+    outputs, our_outputs, engine = Outputs(), Outputs(), ByEngine(kind, chunk)
+    want = fit(plain, tmp_path, outputs).rows
+    got = fit(ours, tmp_path, engine, our_outputs).rows
+    assert len(want) == len(got) > 6
+    assert "values/f1" in got[0]
+    for a, b in zip(want, got, strict=True):
+        assert a.keys() == b.keys()
+        assert {k: (v, b[k]) for k, v in a.items() if not close(v, b[k])} == {}
+    for a, b in zip(outputs.seen, our_outputs.seen, strict=True):
+        assert close(a, b)
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-6)
+    assert {"loss", "accuracy", "objects/f1", "again/values/f1", "value"} <= engine.engine.logged_names
+    assert "log" not in vars(ours)
+    assert not {"forward", "reset"} & vars(ours.accuracy).keys()
+
+
+class Step(L.LightningModule):
+    """A module whose step is given."""
+
+    def __init__(self, step: Any) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+        self.accuracy = MulticlassAccuracy(3)
+        self.sum = SumMetric()
+        self.step = step
+        self.log = lambda *a, **k: self.made.append((a, k))  # type: ignore[method-assign]
+        self.made: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.net(x)
+        return self.step(self, F.cross_entropy(logits, y), logits, y)
+
+
+def run(module: nn.Module, kind: type[Engine], count: int, *, template: bool = False) -> tuple[Any, Tensor]:
+    batch = (torch.ones(count, 6) * torch.arange(1, count + 1)[:, None], torch.arange(count) % 3)
+    layout = ParameterLayout(module)
+    total = layout.zeros()
+    call = StepCall((batch, 0), 0 if template else count)
+    return kind(module).accumulate(call, layout, FlatClipper(1.0), total), total
+
+
+def arithmetic(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    m.log("x", 100 * m.accuracy(logits, y))
+    return loss
+
+
+def torch_arithmetic(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    return loss * m.accuracy(logits, y)
+
+
+def compute(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    m.accuracy.update(logits, y)
+    m.log("x", m.accuracy.compute())
+    return loss
+
+
+def summed(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    m.log("x", (logits.argmax(1) == y).float().sum(), reduce_fx="sum")
+    return loss
+
+
+def counted(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    m.log("x", (logits.argmax(1) == y).sum())
+    return loss
+
+
+def sum_metric(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    m.sum.update((logits.argmax(1) == y).sum())
+    return loss
+
+
+def vector_loss(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    return logits
+
+
+def no_loss(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Any:
+    return {"Loss": loss}
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (arithmetic, "computes with the value that MulticlassAccuracy returned"),
+        (torch_arithmetic, "computes with the value that"),
+        (compute, r"calls MulticlassAccuracy.compute\(\)"),
+        (summed, "reduce_fx='sum'"),
+        (counted, "logs an integer tensor"),
+        (sum_metric, "SumMetric is given a value without a batch dimension"),
+        (vector_loss, "must return a loss tensor with one element"),
+        (no_loss, "a dict with such a 'loss', or None; got NoneType"),
+    ],
+)
+def test_what_cannot_be_replayed_says_so(step: Any, words: str, kind: type[Engine]) -> None:
+    module = Step(step)
+    with pytest.raises(UnsupportedModelError, match=words):
+        run(module, kind, 4)
+    assert not module.accuracy.update_called
+
+
+def test_log_calls_that_depend_on_the_example_are_refused() -> None:
+    def step(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+        if y.item() == 0:
+            m.log("zero", loss)
+        return loss
+
+    with pytest.raises(UnsupportedModelError, match="different log or metric calls for different examples"):
+        run(Step(step), LoopEngine, 3)
+
+
+def test_numbers_read_out_are_averaged_under_the_loop_engine() -> None:
+    def step(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+        m.log("loss", loss.item())
+        m.log("epoch", 3)
+        return loss
+
+    module = Step(step)
+    loss, _ = run(module, LoopEngine, 4)
+    (name, value), _ = module.made[0]
+    assert (name, value) == ("loss", pytest.approx(float(loss), rel=1e-6))
+    assert module.made[1] == (("epoch", 3), {})
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+def test_an_empty_draw_logs_with_weight_zero_and_adds_nothing(kind: type[Engine]) -> None:
+    def step(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+        m.log("loss", loss * float("nan"), batch_size=1)
+        m.log("value", m.accuracy(logits, y))
+        m.log("object", m.accuracy)
+        m.sum.update(loss[None])
+        return loss
+
+    module = Step(step)
+    output, total = run(module, kind, 1, template=True)
+    assert torch.isfinite(output)
+    assert float(total.abs().max()) == 0
+    assert [call[1]["batch_size"] for call in module.made] == [0, 0, 0]
+    assert all(torch.isfinite(torch.as_tensor(call[0][1])) for call in module.made[:2])
+    assert not module.accuracy.update_called
+    assert not module.sum.update_called
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+def test_a_step_that_returns_none_has_zero_gradient(kind: type[Engine]) -> None:
+    module = Step(lambda m, loss, logits, y: m.log("loss", loss))
+    output, total = run(module, kind, 3)
+    assert output is None
+    assert float(total.abs().max()) == 0
+    assert len(module.made) == 1
+
+
+def test_a_step_that_returns_none_for_some_examples() -> None:
+    module = Step(lambda m, loss, logits, y: None if y.item() == 0 else loss)
+    output, total = run(module, LoopEngine, 3)
+    whole, rest = ParameterLayout(module).zeros(), run(module, LoopEngine, 3)[1]
+    assert torch.isfinite(output)
+    assert torch.equal(total, rest)
+    assert not torch.equal(total, whole)
