@@ -1,0 +1,149 @@
+"""The CNN of the Lap2 paper (its Table I setting) on Fashion-MNIST or MNIST.
+
+    python examples/fashion_mnist.py --data /usr/share/datasets/fashion-mnist --eps 3.42
+    python examples/fashion_mnist.py --data ... --eps 0.13 --mechanism gaussian --csv runs.csv
+
+``--data`` is a folder with the four idx files, gzipped or not (Debian: ``apt install dataset-fashion-mnist``).
+"""
+
+from __future__ import annotations
+
+import csv
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from data import idx, loader
+from jsonargparse import ArgumentParser
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_lap2 import Lap2Privacy
+
+Optimizer = Literal["adam", "sgd"]
+
+
+class TutorialCNN(L.LightningModule):
+    """The CNN of TF-Privacy's tutorial: 26,010 parameters."""
+
+    def __init__(
+        self, lr: float = 1e-3, optimizer: Optimizer = "adam", weight_decay: float = 1e-4, label_smoothing: float = 0.15
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(  # [B, 1, 28, 28]
+            nn.Conv2d(1, 16, 8, stride=2, padding=3),  # [B, 16, 14, 14]
+            nn.ReLU(),
+            nn.MaxPool2d(2, 1),  # [B, 16, 13, 13]
+            nn.Conv2d(16, 32, 4, stride=2),  # [B, 32, 5, 5]
+            nn.ReLU(),
+            nn.MaxPool2d(2, 1),  # [B, 32, 4, 4]
+            nn.Flatten(),  # [B, 512]
+            nn.Linear(512, 32),
+            nn.ReLU(),
+            nn.Linear(32, 10),
+        )
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch  # [B, 1, 28, 28], [B]
+        return F.cross_entropy(self.net(x), y, label_smoothing=self.hparams.label_smoothing)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_accuracy", (self.net(x).argmax(dim=1) == y).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        hp = self.hparams
+        if hp.optimizer == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=hp.lr, momentum=0.9, weight_decay=hp.weight_decay)
+        return torch.optim.Adam(self.parameters(), lr=hp.lr, weight_decay=hp.weight_decay)
+
+
+class IdxData(L.LightningDataModule):
+    """q = 258 / 60,000 = 0.0043."""
+
+    def __init__(self, data: str, batch_size: int = 258) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.train, self.test = idx(data, "train"), idx(data, "t10k")
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(self.train, self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(self.test, batch_size=1000)
+
+
+class StepTime(L.Callback):
+    """Seconds per step, the first 20 (warm-up) left out."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        skip = min(20, len(self.ends) // 2)
+        return (self.ends[-1] - self.ends[skip]) / (len(self.ends) - 1 - skip)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = ArgumentParser(description="The paper's CNN on Fashion-MNIST or MNIST, privately.")
+    parser.add_argument("--data", type=str, required=True, help="folder with the four idx files, .gz or not")
+    parser.add_argument("--eps", type=float, default=3.42, help="the budget (the paper: 0.13 to 3.42)")
+    parser.add_argument("--delta", type=float, default=1e-5)
+    parser.add_argument("--mechanism", type=str, default="laplace", help="laplace, gaussian or laplace_l1")
+    parser.add_argument("--engine", type=str, default="vmap", help="vmap, ghost or loop")
+    parser.add_argument("--steps", type=int, default=5860, help="the noise is calibrated for this many")
+    parser.add_argument("--batch-size", type=int, default=258, help="expected: the sampling rate is this / N")
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="C")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--optimizer", type=Optimizer, default="adam")
+    parser.add_argument("--seed", type=int, default=1, help="of the initial weights; the noise ignores it")
+    parser.add_argument("--out", type=str, default="runs", help="folder for the TensorBoard log and the report")
+    parser.add_argument("--csv", type=str, default=None, help="append a row of results to this file")
+    args = parser.parse_args(argv)
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+
+    L.seed_everything(args.seed, verbose=False)
+    privacy = Lap2Privacy(args.eps, args.delta, args.max_grad_norm, mechanism=args.mechanism, engine=args.engine)
+    clock = StepTime()
+    trainer = L.Trainer(
+        max_steps=args.steps,
+        check_val_every_n_epoch=5,
+        callbacks=[privacy, clock],
+        logger=TensorBoardLogger(args.out, name="fashion_mnist"),
+        enable_model_summary=False,
+    )
+    model, data = TutorialCNN(args.lr, args.optimizer), IdxData(args.data, args.batch_size)
+    trainer.fit(model, data)
+    row = {
+        **{key: args[key] for key in ("mechanism", "eps", "delta", "engine", "optimizer", "lr", "seed")},
+        "noise_multiplier": privacy.noise_multiplier,
+        "steps": privacy.steps,
+        "epsilon": privacy.epsilon,
+        "accuracy": trainer.validate(model, data, verbose=False)[0]["val_accuracy"],
+        "seconds_per_step": clock.seconds,
+    }
+    for key, value in row.items():
+        print(f"{key:17} {value:.6g}" if isinstance(value, float) else f"{key:17} {value}")
+    print(f"{'report':17} {trainer.log_dir}/privacy_report.md")
+    if args.csv:
+        with Path(args.csv).open("a", newline="") as file:
+            writer = csv.DictWriter(file, row)
+            if not file.tell():
+                writer.writeheader()
+            writer.writerow(row)
+    return row
+
+
+if __name__ == "__main__":
+    main()
