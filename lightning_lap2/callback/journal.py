@@ -35,11 +35,15 @@ class Journal:
     Args:
         path: the file, created with its folder if need be.
         run: identity of the run, kept in its checkpoints.
+
+    Attributes:
+        noted: the file holds a release of this run.
     """
 
     def __init__(self, path: Path, run: str | None = None) -> None:
         self.path = path
         self.run = run or uuid.uuid4().hex
+        self.noted = False
         self._descriptor: int | None = None
         self._charge: Charge | None = None
 
@@ -56,6 +60,7 @@ class Journal:
             self._line({"run": self.run, "start": release, "charge": dict(charge)})
             self._charge = dict(charge)
         self._append(b".")
+        self.noted = True
 
     def close(self, *, completed: bool) -> None:
         """Ends the file; ``completed`` marks an orderly end, after which nothing is owed to a resumed run."""
@@ -78,10 +83,13 @@ class Journal:
             raise OSError(f"short write to {self.path}")
 
 
-def releases_beyond(path: Path, run: str, known: int) -> list[Charge]:
+def releases_beyond(path: Path, run: str, known: int, *, noted: bool = True) -> list[Charge]:
     """Charges of the releases numbered ``known`` and up that run ``run`` made, in order.
 
     Empty when the run was closed in order, when the file is gone, or when there are none.
+
+    Args:
+        noted: the run is known to have noted releases, so that a file without any is not its own.
 
     Raises:
         ValueError: the file is not a journal of this run or is damaged; nothing can be said about the releases.
@@ -98,9 +106,21 @@ def releases_beyond(path: Path, run: str, known: int) -> list[Charge]:
         if not closed:
             start = header["start"]
             charges.update({start + i: header["charge"] for i in range(count)})
-    if not seen:
+    if noted and not seen:
         raise ValueError(f"{path} holds no releases of the run {run} that this checkpoint belongs to")
     return [] if closed else [charges[i] for i in sorted(charges) if i >= known]
+
+
+def is_open(path: Path, run: str) -> bool:
+    """Whether run ``run`` has noted releases in the file and did not end in order.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    if not path.is_file():
+        return False
+    headers = [header for header, _ in _segments(path) if header["run"] == run]
+    return bool(headers) and not headers[-1].get("closed", False)
 
 
 def _segments(path: Path) -> Iterator[tuple[dict[str, Any], int]]:

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_lap2 import _validate
 from lightning_lap2.accounting import MajorizedAccountant
-from lightning_lap2.callback.journal import FILE_NAME, Charge, Journal, releases_beyond
+from lightning_lap2.callback.journal import FILE_NAME, Charge, Journal, is_open, releases_beyond
 from lightning_lap2.callback.settings import Settings
 
 STATE_VERSION = 1
+
+
+class Origin(NamedTuple):
+    """The journal that a loaded checkpoint's run wrote; ``noted``: it had noted releases when that was saved."""
+
+    path: Path
+    run: str
+    noted: bool
 
 
 class Ledger:
@@ -36,7 +44,7 @@ class Ledger:
         self.caveats: list[str] = []
         self.plan: dict[str, Any] = {}
         self._journal: Journal | None = None
-        self._origin: tuple[Path, str] | None = None
+        self._origin: Origin | None = None
 
     def add_caveat(self, text: str) -> None:
         if text not in self.caveats:
@@ -72,31 +80,38 @@ class Ledger:
         """
         if self._origin is None:
             return []
-        path, run = self._origin
-        return releases_beyond(path, run, self.releases)
+        path, run, noted = self._origin
+        return releases_beyond(path, run, self.releases, noted=noted)
 
     def settle(self, owed: list[Charge]) -> None:
-        """Charges what :meth:`owed` found (on every rank the same) and keeps writing to that journal."""
+        """Charges what :meth:`owed` found (on every rank the same)."""
         for item in owed:
             charge = dict(item)
             accounted = bool(charge.pop("accounted", True))
             if accounted:
                 self.accountant.step(**charge)
             self.releases += 1
-        if not owed:
-            self._origin = None
 
     def open_journal(self, directory: Path | None) -> None:
-        """Starts (or, after a crash, continues) the write-ahead file; ``None`` where nothing is ever saved."""
-        if self._origin is not None:
-            path, run = self._origin
-            self._journal = Journal(path, run)
+        """Starts the write-ahead file, or continues that of a run which did not end in order; one process only.
+
+        The run is continued even where nothing was owed: this process may die before its first checkpoint, and the
+        next one resumes from the same checkpoint as this one did.
+
+        Args:
+            directory: of a new file; ``None`` where nothing is ever saved.
+        """
+        origin, self._origin = self._origin, None
+        if origin is not None and is_open(origin.path, origin.run):
+            self._journal = Journal(origin.path, origin.run)
+            self._journal.noted = True
         elif directory is not None:
             self._journal = Journal(directory / FILE_NAME)
 
     def close_journal(self, *, completed: bool) -> None:
         if self._journal is not None:
             self._journal.close(completed=completed)
+            self._origin = None if completed else Origin(self._journal.path, self._journal.run, self._journal.noted)
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
@@ -111,7 +126,9 @@ class Ledger:
             "sampling": self.sampling,
             "caveats": list(self.caveats),
             "plan": dict(self.plan),
-            "journal": None if journal is None else {"path": str(journal.path.resolve()), "run": journal.run},
+            "journal": None
+            if journal is None
+            else {"path": str(journal.path.resolve()), "run": journal.run, "noted": journal.noted},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,7 +148,9 @@ class Ledger:
             caveats, plan, journal = list(state["caveats"]), dict(state["plan"]), state["journal"]
             if releases < accountant.steps:
                 raise ValueError(f"{releases} releases but {accountant.steps} charges")
-            origin = None if journal is None else (Path(journal["path"]), str(journal["run"]))
+            origin = None
+            if journal is not None:
+                origin = Origin(Path(journal["path"]), str(journal["run"]), bool(journal["noted"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the privacy ledger in the checkpoint is damaged: {error}") from error
         for name, here, there in (

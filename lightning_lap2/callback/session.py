@@ -302,7 +302,8 @@ class FitSession:
 
     def open_journal(self) -> None:
         """The write-ahead journal lies beside the logs, or the checkpoints; without either nothing can be resumed."""
-        self.ledger.open_journal(self.directory if self.trainer.is_global_zero else None)
+        if self.trainer.is_global_zero:
+            self.ledger.open_journal(self.directory)
 
     def _refuse_feedback(self, logged: frozenset[str] | set[str]) -> None:
         sentences = refusals.feedback(self._watched, logged)
