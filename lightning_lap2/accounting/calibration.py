@@ -79,7 +79,7 @@ def calibrate_noise_multiplier(
         return above
     if above < math.inf and cost(above / (1.0 + _RTOL)) > eps:
         return above
-    best = smallest_safe(cost, eps, min(above, 1e100) if above < math.inf else start, _RTOL)
+    best = smallest_safe(cost, eps, above if above < math.inf else start, _RTOL, growth=1.15)
     if math.isinf(best):
         raise ValueError(_no_noise_serves(eps, delta, f"the cost stays above eps up to m = 1e120 at delta={delta!r}"))
     return best

@@ -136,7 +136,8 @@ def pure_epsilon(pure: float, delta: float) -> float:
     if delta == 0.0 or math.isinf(pure):
         return pure
     kept = 1.0 - delta * (1.0 + math.exp(-pure))
-    return max(0.0, pure + math.log(kept)) if kept > 0.0 else 0.0
+    eps = pure + math.log(kept) if kept > 0.0 else 0.0
+    return min(pure, max(0.0, eps * (1.0 + 4e-16)))  # rounded up
 
 
 def pure_delta(pure: float, eps: float) -> float:
