@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from lightning_lap2.accounting import MajorizedAccountant
 from lightning_lap2.callback.ledger import Ledger
+from lightning_lap2.callback.reporting import make_report
 from lightning_lap2.callback.session import FitSession, Resumed
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.report import PrivacyReport, write_report
@@ -134,7 +135,7 @@ class Lap2Core:
 
     def report(self) -> PrivacyReport:
         """What is guaranteed so far, and what is not."""
-        return PrivacyReport.of(self.settings, self._ledger, self._facts)
+        return make_report(self.settings, self._ledger, self._facts)
 
     def _fact(self, name: str) -> Any:
         if name not in self._facts:

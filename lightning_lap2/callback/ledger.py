@@ -32,6 +32,7 @@ class Ledger:
         accountant: every charge, with the parameters each was made with.
         releases: number of noised sums released; under ``sampling="none"`` more than the accountant's steps, since
             one unsampled release covers a whole pass over the data.
+        reproducible: some release drew its noise from a seed, so whoever knows the seed can remove it.
         caveats: what this ledger's history lacks, for the report; grows only.
         plan: the last fit's plan, JSON-able, by which a resumed fit knows whether it is the same.
     """
@@ -41,6 +42,7 @@ class Ledger:
         self.delta = settings.delta
         self.sampling = settings.sampling
         self.releases = 0
+        self.reproducible = False
         self.caveats: list[str] = []
         self.plan: dict[str, Any] = {}
         self._journal: Journal | None = None
@@ -124,6 +126,7 @@ class Ledger:
             "accountant": self.accountant.state_dict(),
             "delta": self.delta,
             "sampling": self.sampling,
+            "reproducible": self.reproducible,
             "caveats": list(self.caveats),
             "plan": dict(self.plan),
             "journal": None
@@ -145,6 +148,7 @@ class Ledger:
             releases = _validate.integer("releases", state["releases"], minimum=0)
             delta = _validate.open_unit("delta", state["delta"])
             sampling = _validate.choice("sampling", state["sampling"], ("poisson", "none"))
+            reproducible = _validate.boolean("reproducible", state["reproducible"])
             caveats, plan, journal = list(state["caveats"]), dict(state["plan"]), state["journal"]
             if releases < accountant.steps:
                 raise ValueError(f"{releases} releases but {accountant.steps} charges")
@@ -164,5 +168,5 @@ class Ledger:
                     f"the checkpoint's ledger was kept with {name}={there!r} and cannot be continued with "
                     f"{name}={here!r}; pass {name}={there!r}"
                 )
-        self.accountant, self.releases = accountant, releases
+        self.accountant, self.releases, self.reproducible = accountant, releases, reproducible
         self.caveats, self.plan, self._origin = caveats, plan, origin

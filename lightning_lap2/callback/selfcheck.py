@@ -7,18 +7,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_lap2.gradients import StepCall, UnsupportedModelError
+from lightning_lap2.gradients import Engine, ParameterLayout, StepCall, UnsupportedModelError
 from lightning_lap2.gradients.batches import take_apart
 from lightning_lap2.gradients.preflight import preflight
-
-if TYPE_CHECKING:
-    from lightning_lap2.callback.session import FitSession
 
 _RECORDS = 8
 _SEEDS = range(5)
@@ -32,7 +29,7 @@ class Checked:
     logged_names: frozenset[str] = frozenset()
 
 
-def check_step(session: FitSession, loader: DataLoader[Any]) -> Checked:
+def check_step(trainer: Any, module: Any, engine: Engine, layout: ParameterLayout, loader: DataLoader[Any]) -> Checked:
     """Runs the user's step on a few records of the train data, spending none of it (nothing is kept or logged).
 
     Args:
@@ -47,7 +44,6 @@ def check_step(session: FitSession, loader: DataLoader[Any]) -> Checked:
     count = min(_RECORDS, size)
     records = [loader.dataset[index * size // count] for index in range(count)]
     collate = loader.collate_fn
-    trainer, module = session.trainer, session.module
 
     def transfer(batch: Any) -> Any:
         batch = trainer.precision_plugin.convert_input(batch)
@@ -59,7 +55,7 @@ def check_step(session: FitSession, loader: DataLoader[Any]) -> Checked:
         return StepCall(tuple(arguments.values()), rows, trainer.precision_plugin.train_step_context)
 
     _refuse_mixed_rows(records, lambda chosen: transfer(collate(chosen)))
-    result = preflight(session.engine, module, session.window.layout, records=records, collate=collate, call=call)
+    result = preflight(engine, module, layout, records=records, collate=collate, call=call)
     return Checked(result.notes, result.logged_names)
 
 

@@ -247,6 +247,7 @@ class FitSession:
         self.spending = Spending(self.ledger, charges=plan.charges)
         self.spending.forecast_for(self._charge(layout.numel))
         self.ledger.plan = summary(settings, facts.sample_rate, dimension, plan.end, plan.noise_multiplier)
+        self.ledger.reproducible |= settings.noise_seed is not None
         self.planned_steps = self._steps_for(plan, ahead)
         self._cap(progress.global_step, ahead)
         self._on_plan(self)
@@ -297,7 +298,7 @@ class FitSession:
         if not self.planned_steps:
             return
         assert self.data is not None
-        self.checked = check_step(self, self.data.source)
+        self.checked = check_step(self.trainer, self.module, self.engine, self.window.layout, self.data.source)
         self._refuse_feedback(self.checked.logged_names)
 
     def open_journal(self) -> None:

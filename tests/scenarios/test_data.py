@@ -149,7 +149,7 @@ def test_scenario_8_report_says_that_seeded_noise_is_not_private() -> None:
     callback = Lap2Privacy(eps=1.0, noise_seed=1)
     trainer(callback, max_epochs=1).fit(Classifier(), loader())
     assert "Not private: the noise is reproducible" in str(callback.report())
-    assert any("noise_seed=1" in text for text in callback.report().caveats)
+    assert any("noise_seed makes" in text for text in callback.report().caveats)
 
 
 @pytest.mark.parametrize("mechanism", ["laplace", "gaussian", "laplace_l1"])
