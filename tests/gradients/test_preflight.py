@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from lightning_lap2.gradients import Clipper, Engine, ParameterLayout, StepCall, UnsupportedModelError
+from lightning_lap2.gradients.ghost import GhostEngine
 from lightning_lap2.gradients.loop import LoopEngine
 from lightning_lap2.gradients.preflight import PreflightResult, preflight
 from lightning_lap2.gradients.vmap import VmapEngine
@@ -170,13 +171,13 @@ def numpy_noise(module: Any, batch: Any) -> Tensor:
     return F.cross_entropy(module.net(x + 0.3 * noise), y)
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, Ghost])
+@pytest.mark.parametrize("engine", [*ENGINES, GhostEngine])
 @pytest.mark.parametrize("step", [mean_loss, variational])
 def test_a_mean_passes_everywhere(engine: type[Engine], step: Any) -> None:
     assert fly(step, engine=engine) == PreflightResult((), frozenset(), ALL)
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, Ghost])
+@pytest.mark.parametrize("engine", [*ENGINES, GhostEngine])
 @pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.Dropout(0.9), nn.AlphaDropout(0.3)])
 def test_dropout_is_checked_in_train_mode(engine: type[Engine], layer: nn.Module) -> None:
     assert fly(mean_loss, mlp(layer), engine=engine) == PreflightResult((), frozenset(), ALL)
@@ -191,10 +192,11 @@ def test_sums_and_weighted_means_get_a_note(engine: type[Engine], step: Any, wor
     assert result.checked == ALL
 
 
+@pytest.mark.parametrize("engine", [Ghost, GhostEngine])
 @pytest.mark.parametrize("step", [sum_loss, class_weighted])
-def test_sums_and_weighted_means_are_not_for_ghost(step: Any) -> None:
+def test_sums_and_weighted_means_are_not_for_ghost(engine: type[Engine], step: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=r"mean over examples.*engine='vmap'"):
-        fly(step, engine=Ghost)
+        fly(step, engine=engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
