@@ -18,7 +18,7 @@ writes elsewhere (globals, closures, files) cannot be seen from here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from operator import is_
@@ -92,7 +92,7 @@ class _Node:
         for registered in _REGISTERED:
             if self.path.endswith(f".{registered}"):
                 return f"{self.path.removesuffix(registered)}{key}"
-        return f"{self.path}.{key}" if _kind(type(self.live)) == "object" else f"{self.path}[{key!r}]"
+        return f"{self.path}.{key}" if _kind(self.live) == "object" else f"{self.path}[{key!r}]"
 
 
 class AttributeGuard:
@@ -189,7 +189,8 @@ def _visit(value: Any, path: str, nodes: list[_Node], seen: set[int]) -> None:
         return
     seen.add(id(value))
     items = _items(value)
-    kinds = {_kind(t) for t in set(map(type, items.values()))}
+    types: set[Any] = set(map(type, items.values()))
+    kinds = set(map(_class_kind, types))
     versions = {}
     if "tensor" in kinds:
         versions = {k: v._version for k, v in items.items() if isinstance(v, Tensor) and not v.is_inference()}
@@ -197,14 +198,18 @@ def _visit(value: Any, path: str, nodes: list[_Node], seen: set[int]) -> None:
     nodes.append(node)
     if kinds & {"container", "object"}:
         for key, child in items.items():
-            if _kind(type(child)) in ("container", "object"):
+            if _kind(child) in ("container", "object"):
                 _visit(child, node.name(key), nodes, seen)
 
 
+def _kind(value: Any) -> str:
+    """How a value is looked at: ``tensor``, ``container``, ``object`` (by its attributes) or ``leaf``."""
+    cls: Any = type(value)
+    return _class_kind(cls)
+
+
 @cache
-def _kind(cls: Hashable) -> str:
-    """How values of a class are looked at: ``tensor``, ``container``, ``object`` (by its attributes) or ``leaf``."""
-    assert isinstance(cls, type)
+def _class_kind(cls: Any) -> str:
     if issubclass(cls, Tensor):
         return "tensor"
     if issubclass(cls, nn.Module):
@@ -222,11 +227,11 @@ def _items(value: Any) -> dict[Any, Any]:
         return {k: v for k, v in vars(value).items() if k not in _OWN}
     if isinstance(value, dict):
         return dict(value)
-    return dict(vars(value)) if _kind(type(value)) == "object" else dict(enumerate(value))
+    return dict(vars(value)) if _kind(value) == "object" else dict(enumerate(value))
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    kind = _kind(type(value))
+    kind = _kind(value)
     if kind == "tensor":
         yield value
     elif kind != "leaf" and id(value) not in seen:

@@ -103,11 +103,12 @@ def _quiet_fallback() -> Iterator[None]:
     The switch has no getter; afterwards it stands as torch starts with it. (A warnings filter instead would make
     Python forget which of the user's warnings it has shown, at every step.)
     """
-    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    switch = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
+    switch(False)
     try:
         yield
     finally:
-        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+        switch(True)
 
 
 @contextmanager
