@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.examples.conftest import ROOT
+
+Example = Callable[[str], ModuleType]
+
+
+def test_digits_shows_both_accuracies_and_where_to_look(
+    example: Example, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    example("digits").main(["--epochs", "3", "--eps", "2.5", "--out", "logs"])
+
+    printed = capsys.readouterr().out
+    assert printed.count("epoch   ") == 3
+    assert "plain " in printed and "private " in printed
+    log_dir = tmp_path / "logs" / "private" / "version_0"
+    assert str(log_dir.relative_to(tmp_path)) in printed
+    report = json.loads((log_dir / "privacy_report.json").read_text())
+    assert report["steps"] == 3 * 6 and report["epsilon"] <= report["eps"] == 2.5 and report["delta"] == 1e-4
+    assert "differentially private" in (log_dir / "privacy_report.md").read_text()
+
+    events = EventAccumulator(str(log_dir))
+    events.Reload()
+    logged = [event.value for event in events.Scalars("privacy/epsilon")]
+    assert len(logged) == 18 and logged == sorted(logged)
+    assert logged[0] < logged[-1] <= 2.5 * (1 + 1e-6)  # event files hold fp32
+
+
+def test_digits_runs_as_a_script() -> None:
+    run = subprocess.run(
+        [sys.executable, ROOT / "examples" / "digits.py", "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    assert "--eps EPS" in run.stdout and "--batch-size" in run.stdout
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, dtype=">u4").tobytes()
+    content = header + values.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.fixture
+def mnist_like(tmp_path: Path) -> Path:
+    """Two hundred images with a bright row that tells the class; half of the files gzipped."""
+    folder = tmp_path / "idx"
+    folder.mkdir()
+    for split, count in (("train", 200), ("t10k", 60)):
+        labels = np.arange(count) % 10
+        images = np.zeros((count, 28, 28), dtype=np.uint8)
+        images[np.arange(count), 2 * labels] = 255
+        write_idx(folder / f"{split}-images-idx3-ubyte.gz", images)
+        write_idx(folder / f"{split}-labels-idx1-ubyte", labels)
+    return folder
+
+
+@pytest.mark.parametrize("engine", ["vmap", "ghost"])
+def test_fashion_mnist_trains_and_appends_rows(example: Example, mnist_like: Path, tmp_path: Path, engine: str) -> None:
+    main = example("fashion_mnist").main
+    arguments = ["--data", str(mnist_like), "--batch-size", "20", "--steps", "4", "--delta", "1e-3", "--csv", "r.csv"]
+    first = main([*arguments, "--eps", "3", "--engine", engine])
+    second = main([*arguments, "--eps", "1", "--engine", engine, "--mechanism", "gaussian", "--optimizer", "sgd"])
+
+    assert first["steps"] == second["steps"] == 4
+    assert first["epsilon"] <= 3 and second["epsilon"] <= 1
+    with (tmp_path / "r.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["mechanism"] for row in rows] == ["laplace", "gaussian"]
+    assert all(float(row["seconds_per_step"]) > 0 for row in rows)
+
+
+def test_the_papers_cnn_has_26010_parameters(example: Example) -> None:
+    model = example("fashion_mnist").TutorialCNN()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 26_010
+
+
+def test_idx_files_are_checked(example: Example, mnist_like: Path) -> None:
+    data = example("data")
+    rows = data.idx(mnist_like, "train")
+    assert rows.images.shape == (200, 1, 28, 28) and rows.images.max() == 1 and rows.labels[11] == 1
+
+    labels = mnist_like / "train-labels-idx1-ubyte"
+    with pytest.raises(ValueError, match="begins with 00000801, an idx file with 3 dimensions with 00000803"):
+        data.read_idx(labels, dimensions=3)
+    labels.write_bytes(labels.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="holds 199 values, its header says 200"):
+        data.read_idx(labels, dimensions=1)
+    with pytest.raises(FileNotFoundError, match="neither train-images-idx3-ubyte nor"):
+        data.idx(mnist_like.parent, "train")
