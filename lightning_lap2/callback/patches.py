@@ -19,6 +19,9 @@ Four instance attributes are set for the length of one fit (no class is ever tou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 _MISSING = object()
@@ -45,3 +48,15 @@ class Patches:
                 vars(owner).pop(name, None)
             else:
                 setattr(owner, name, before)
+
+
+@contextmanager
+def muted_loggers(trainer: Any, pl: ModuleType) -> Iterator[None]:
+    """Dummies in place of the Trainer's loggers while the self-check runs the user's step on real records: what it
+    computes must not reach a log, not even through ``self.logger.experiment``."""
+    loggers = trainer.loggers
+    trainer.loggers = [pl.loggers.logger.DummyLogger() for _ in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers

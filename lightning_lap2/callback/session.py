@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_lap2.callback import refusals
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
 from lightning_lap2.callback.ledger import Ledger
-from lightning_lap2.callback.patches import Patches
+from lightning_lap2.callback.patches import Patches, muted_loggers
 from lightning_lap2.callback.plan import Horizon, Plan, affordable_charges, horizon, make_plan, summary
 from lightning_lap2.callback.refusals import UnsupportedSettingError
 from lightning_lap2.callback.selfcheck import Checked, check_step
@@ -298,7 +298,8 @@ class FitSession:
         if not self.planned_steps:
             return
         assert self.data is not None
-        self.checked = check_step(self.trainer, self.module, self.engine, self.window.layout, self.data.source)
+        with muted_loggers(self.trainer, self.pl):
+            self.checked = check_step(self.trainer, self.module, self.engine, self.window.layout, self.data.source)
         self._refuse_feedback(self.checked.logged_names)
 
     def open_journal(self) -> None:

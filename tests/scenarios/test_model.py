@@ -218,3 +218,28 @@ def test_augmentation_in_a_transfer_hook_is_fine() -> None:
     callback = Lap2Privacy(eps=1.0)
     trainer(callback, max_epochs=1).fit(Jitter(), loader())
     assert callback.steps == 8
+
+
+def test_self_check_reaches_no_logger(tmp_path: Any) -> None:
+    """Steps on records that were not drawn (the self-check) must not write to a logger, not even directly."""
+    seen: list[str] = []
+
+    class Direct(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.logger.experiment.log_metrics({"seen": 1.0})  # type: ignore[union-attr]
+            return self.loss(*batch)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.append("training began")
+
+    logger = L.pytorch.loggers.CSVLogger(tmp_path)
+    log = logger.experiment.log_metrics
+
+    def spy(metrics: dict[str, float], step: int | None = None) -> None:
+        if "seen" in metrics:
+            assert seen, "logged before the first batch"
+        log(metrics, step)
+
+    logger.experiment.log_metrics = spy  # type: ignore[method-assign]
+    trainer(Lap2Privacy(eps=1.0, engine="loop"), max_epochs=1, logger=logger).fit(Direct(), loader())
+    assert len(seen) == 8
