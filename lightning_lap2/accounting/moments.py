@@ -51,7 +51,8 @@ ORDER_LEVELS: tuple[tuple[int, ...], ...] = (
     tuple(range(1, 65)),
     tuple(range(65, 400)),
     _geometric(400, 4096, 1.05),
-    _geometric(4300, 65536, 1.05),
+    _geometric(4300, 16384, 1.1),
+    _geometric(18000, 65536, 1.1),
 )
 """Integer orders, split so that a query looks only as high as its best order. Order 1 has log-moment 0."""
 
@@ -195,7 +196,8 @@ def _log_one_plus_sum(terms: Array) -> Array:
     top = terms.max(axis=1)
     floor = np.where(np.isfinite(top), top, 0.0)
     log_sum = floor + np.log(np.maximum(np.exp(terms - floor[:, None]).sum(axis=1), _TINY))
-    return np.logaddexp(0.0, log_sum)
+    result: Array = np.logaddexp(0.0, log_sum)
+    return result
 
 
 def published_log_moments(orders: Sequence[int], release: Release) -> Array:

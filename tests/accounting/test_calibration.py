@@ -68,9 +68,9 @@ def test_other_plans(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("n", [1, 26_010, 10**9])
 def test_quick_by_orders_whatever_the_dimension(n: int, eps: float) -> None:
     plan = {**PLAN, "dimension": n}
-    start = time.perf_counter()
+    start = time.process_time()
     m = calibrate_noise_multiplier(eps=eps, bound="joint", **plan)
-    assert time.perf_counter() - start < 2.5  # 0.5 s on a quiet machine
+    assert time.process_time() - start < 1.5  # 0.05 to 0.3 s on a quiet machine
     assert spent(m, "joint", **plan) <= eps
 
 
