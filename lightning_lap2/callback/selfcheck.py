@@ -97,7 +97,10 @@ def _generators(seed: int) -> Iterator[None]:
         with torch.random.fork_rng(devices=devices):
             random.seed(seed)
             np.random.seed(seed)  # noqa: NPY002
-            torch.manual_seed(seed)
+            # not torch.manual_seed, which queues a call (and a stack trace) for every kind of device there is
+            torch.default_generator.manual_seed(seed)
+            if devices:
+                torch.cuda.manual_seed_all(seed)
             yield
     finally:
         random.setstate(python)
