@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
 
 from lightning_lap2.gradients.engine import UnsupportedModelError
 
@@ -35,7 +34,8 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 # what nn.Module keeps for itself ("training" is watched: a step that switches modes is noticed), what the recorder
 # and the pre-flight shadow meanwhile, and what recurrent layers keep of their weights (tracing.way_through resets it)
 _OWN = (frozenset(vars(nn.Module())) - {"training", *_REGISTERED}) | {
-    "_trainer", "_fabric", "log", "log_dict", "print", "_flat_weights", "_flat_weight_refs"
+    "_trainer", "_fabric", "log", "log_dict", "print", "update", "forward", "compute", "reset",
+    "_flat_weights", "_flat_weight_refs",
 }  # fmt: skip
 _LIBRARIES = frozenset(
     {"builtins", "collections", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities",
@@ -185,7 +185,7 @@ def _capture(module: nn.Module) -> list[_Node]:
 
 def _visit(value: Any, path: str, nodes: list[_Node], seen: set[int]) -> None:
     """Appends a node for ``value``, if it is a container, and for every container inside."""
-    if id(value) in seen or isinstance(value, Metric | MetricCollection):
+    if id(value) in seen:
         return
     seen.add(id(value))
     items = _items(value)

@@ -43,6 +43,8 @@ class LoopEngine(Engine):
         """See :meth:`Engine.accumulate`."""
         refuse_layers(self.module, vmapped=False)
         parts = take_apart(call.batch)
+        if parts.count == 0:
+            raise ValueError("a batch without rows; an empty draw is a template of one row with StepCall.count 0")
         guard = AttributeGuard(self.module, allow_plain=False)
         traces: list[Trace] = []
         try:

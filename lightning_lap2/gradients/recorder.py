@@ -92,6 +92,9 @@ class MetricValue:
     __float__ = __int__ = __format__ = __str__ = _refuse
 
 
+_RETURNED = (Tensor, MetricValue, str, int, float, bool)
+
+
 @dataclass(frozen=True)
 class LogEvent:
     """``owner.log(name, value, **options)``; with ``name`` None, ``owner.log_dict(value, **options)``."""
@@ -140,7 +143,9 @@ class Trace:
                 "training_step must return a loss tensor with one element, a dict with such a 'loss', or None; got "
                 + (f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__)
             )
-        self.output = self.hold(dict(output) if isinstance(output, Mapping) else output)
+        kept = dict(output) if isinstance(output, Mapping) else output
+        # objects that nothing is known of (a cache of keys and values, say) may hold dead tensors: not returned
+        self.output = self.hold(map_leaves(lambda v: v if isinstance(v, _RETURNED) else None, kept))
         return loss.reshape(())
 
 

@@ -86,6 +86,8 @@ class VmapEngine(Engine):
         """See :meth:`Engine.accumulate`."""
         refuse_layers(self.module, vmapped=True)
         parts = take_apart(call.batch)
+        if parts.count == 0:
+            raise ValueError("a batch without rows; an empty draw is a template of one row with StepCall.count 0")
         chunk = self.chunk_size or choose_chunk(parts.count, layout.numel, memory_budget(layout.device))
         guard = AttributeGuard(self.module, allow_plain=True)
         names = _slot_names(self.module, layout)

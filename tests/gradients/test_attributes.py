@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_lap2.gradients.clipping import FlatClipper
 from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError
@@ -138,6 +139,14 @@ def test_plain_values_may_carry_data_under_the_loop_engine(effect: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=r"changes self\.(steps|own|losses|queue)"):
         run(module, LoopEngine)
     assert module.steps == 0
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+def test_a_metric_outside_the_modules_is_refused_by_name(kind: type[Engine]) -> None:
+    module = Module(lambda m, loss, logits: m.cache["metric"].update(loss))
+    module.cache["metric"] = MeanMetric()
+    with pytest.raises(UnsupportedModelError, match=r"self.cache\['metric'\]|test_attributes.py:"):
+        run(module, kind)
 
 
 def test_large_plain_attributes_and_foreign_objects_are_left_alone() -> None:

@@ -320,6 +320,19 @@ def test_a_step_that_returns_none_has_zero_gradient(kind: type[Engine]) -> None:
     assert len(module.made) == 1
 
 
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+def test_unknown_objects_are_not_returned(kind: type[Engine]) -> None:
+    class Cache:
+        def __init__(self, keys: Tensor) -> None:
+            self.keys = keys
+
+    module = Step(lambda m, loss, logits, y: {"loss": loss, "cache": Cache(logits), "pair": (logits, 3), "n": None})
+    output, _ = run(module, kind, 3)
+    assert output["cache"] is None
+    assert output["pair"][0].shape == (3, 3)
+    assert output["pair"][1] == 3
+
+
 def test_a_step_that_returns_none_for_some_examples() -> None:
     module = Step(lambda m, loss, logits, y: None if y.item() == 0 else loss)
     output, total = run(module, LoopEngine, 3)

@@ -14,6 +14,7 @@ from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.vmap import VmapEngine
 from tests.zoo.cases import CASES, REFUSED, Case
 from tests.zoo.compare import worst_error
+from tests.zoo.table import PAGE
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 COUNT = 4
@@ -88,3 +89,8 @@ def test_what_an_engine_refuses(case: Case, engine: type[LoopEngine | VmapEngine
         assert "engine='loop'" in str(refusal.value)
     after = dict(module.named_parameters(remove_duplicate=False))
     assert all(after[name] is before[name] for name in before)
+
+
+def test_the_page_of_models_has_every_family() -> None:
+    page = PAGE.read_text()
+    assert [case.name for case in CASES + REFUSED if f"| {case.name} |" not in page] == []

@@ -1,0 +1,125 @@
+"""Writes ``docs/models.md`` from the zoo's own results: ``python -m tests.zoo.table``."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+
+from lightning_lap2.gradients.clipping import FlatClipper
+from lightning_lap2.gradients.engine import StepCall, UnsupportedModelError
+from lightning_lap2.gradients.engines import ENGINES, make_engine
+from lightning_lap2.gradients.parameters import ParameterLayout
+from lightning_lap2.gradients.suggest import suggest
+from tests.zoo.cases import CASES, REFUSED, Case
+from tests.zoo.compare import worst_error
+
+COUNT = 4
+TOLERANCE = 1e-5
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+INTRODUCTION = """\
+# Models
+
+This page is written by `make models` (`python -m tests.zoo.table`) from the results of the test zoo: every family
+below is built in a small configuration, and each example's gradient, its norms and the loss are compared with plain
+autograd, one example at a time, in fp32. A number is the largest relative error over all of them. Losses are those
+of users: means over the examples of a batch (classification with label smoothing, regression, multi-label), or over
+the tokens that carry a label (language model).
+
+"""
+
+NOTES = """
+## Which engine
+
+* `"vmap"` (default) runs the unmodified `training_step` for many examples at once. Code that reads a value out of a
+  tensor cannot run there, and the error names the line, the layer and the engine to choose.
+* `"loop"` runs one example at a time. It is slow and runs nearly everything.
+* `"ghost"` runs the whole batch once. It is right only where the batch's loss is the mean of the examples' losses; a
+  mean over tokens is not one if examples differ in their number of labels. The pre-flight at fit start compares
+  it with `"loop"` on real records and refuses otherwise.
+
+## What one example at a time means for a step
+
+* `self.log`, `self.log_dict` and torchmetrics objects are recorded and replayed once per batch, with the batch's
+  values. A 0-dim tensor is logged as the mean over examples; a count (an integer tensor, `reduce_fx="sum"`), arithmetic
+  on a metric's returned value, and `.compute()` in the step are refused.
+* A batch may hold tensors with one row per example, 0-dim tensors, numbers, strings, and lists of one string or number
+  per example, in tuples, lists, named tuples, dicts and `BatchEncoding`s. Anything else is refused by its path.
+* Plain Python attributes that the step changes (counters, lists) have the effect of one step per batch under `"vmap"`,
+  and are refused by name under `"loop"`, where their value could depend on the data. Buffers and parameters written in
+  the step, and tensors of the data kept on the module, are refused under every engine.
+* Python's and NumPy's random numbers are drawn once per chunk under `"vmap"`; torch's (dropout) for each example.
+* `x.shape[0]` is 1 inside the step; where it is `batch_size=` of a log call or the `weight` of a MeanMetric, the real
+  batch's size is put in.
+* `self.logger` is not recorded: what a step writes there itself is written once per example under `"loop"`.
+* In-batch losses (contrastive, mixup) have no meaning for one example; the pre-flight refuses what it can see of them.
+"""
+
+
+def outcome(case: Case, engine: str) -> tuple[str, float]:
+    """One cell of the table, and the error behind it (0 where there is none)."""
+    module = case.build()
+    try:
+        error = worst_error(make_engine(engine, module), module, case.batch(COUNT), COUNT, each=False)
+        if error < TOLERANCE:
+            return "yes", error
+        if case.even is not None:
+            even = worst_error(make_engine(engine, module), module, case.even(COUNT), COUNT, each=False)
+            if even < TOLERANCE:
+                return "where examples have equally many labels", even
+        return "no: it mixes examples (found by the pre-flight)", 0.0
+    except UnsupportedModelError as refusal:
+        return f"no: {_sentence(str(refusal))}", 0.0
+
+
+def _sentence(message: str) -> str:
+    """The reason of a refusal, without the line of the zoo that caused it and without the advice."""
+    reason = re.search(r"\(engine='vmap'\): (.*?)\. Use ", message)
+    if reason:
+        return reason.group(1)
+    message = re.sub(r"^Parameter '.*?' (is )?used by", "a parameter used by", message)
+    return re.split(r"[.;] (?=[A-Z])|\n", message)[0].rstrip(".")
+
+
+def refusal(case: Case) -> str:
+    """The whole message with which the engines refuse a case of ``REFUSED``."""
+    module = case.build(train=True)
+    layout = ParameterLayout(module)
+    try:
+        make_engine("vmap", module).accumulate(
+            StepCall((case.batch(2), 0), 2), layout, FlatClipper(1.0), layout.zeros()
+        )
+    except UnsupportedModelError as error:
+        return str(error)
+    raise AssertionError(f"{case.name} was not refused")
+
+
+def page() -> str:
+    """The whole of ``docs/models.md``."""
+    names = list(ENGINES)
+    lines = [f"| family | loss | {' | '.join(f'`{name}`' for name in names)} | largest error |"]
+    lines.append("|---" * (len(names) + 3) + "|")
+    for case in CASES:
+        if not case.available:
+            lines.append(f"| {case.name} | {case.loss} |{' not run |' * len(names)} |")
+            continue
+        cells = [outcome(case, name) for name in names]
+        worst = max(error for _, error in cells)
+        lines.append(f"| {case.name} | {case.loss} | {' | '.join(cell for cell, _ in cells)} | {worst:.0e} |")
+    lines += ["", "## Refused under every engine", "", "| what | what is said |", "|---|---|"]
+    lines += [f"| {case.name} | {refusal(case)} |" for case in REFUSED]
+    lines += ["", "`lightning_lap2.suggest(model)` lists such layers with a drop-in and changes nothing:", "", "```"]
+    for case in REFUSED:
+        found = suggest(case.build(train=True))
+        lines += [f"# {case.name}: {len(found)} such layers, the first:" if len(found) > 1 else f"# {case.name}:"]
+        lines.append(str(found[0]))
+    lines.append("```")
+    return INTRODUCTION + "\n".join(lines) + "\n" + NOTES
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.simplefilter("ignore")
+    PAGE.write_text(page())
