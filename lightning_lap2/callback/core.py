@@ -274,6 +274,8 @@ class Lap2Core:
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        if self._session is not None:
+            self._session.before_checkpoint()
         return self._ledger.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

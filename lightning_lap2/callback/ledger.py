@@ -110,6 +110,10 @@ class Ledger:
         elif directory is not None:
             self._journal = Journal(directory / FILE_NAME)
 
+    @property
+    def has_journal(self) -> bool:
+        return self._journal is not None
+
     def close_journal(self, *, completed: bool) -> None:
         if self._journal is not None:
             self._journal.close(completed=completed)
@@ -150,7 +154,7 @@ class Ledger:
             sampling = _validate.choice("sampling", state["sampling"], ("poisson", "none"))
             reproducible = _validate.boolean("reproducible", state["reproducible"])
             caveats, plan, journal = list(state["caveats"]), dict(state["plan"]), state["journal"]
-            if releases < accountant.steps:
+            if releases < accountant.steps or (sampling == "poisson" and releases != accountant.steps):
                 raise ValueError(f"{releases} releases but {accountant.steps} charges")
             origin = None
             if journal is not None:

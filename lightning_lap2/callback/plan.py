@@ -9,6 +9,9 @@ from typing import Any
 from lightning_lap2.accounting import MajorizedAccountant, calibrate_noise_multiplier
 from lightning_lap2.callback.settings import Settings
 
+# A calibrated run ends a hair below eps. Noise calibrated for that hair would wreck the model: no step is better.
+_AS_GOOD_AS_SPENT = 1 - 1e-3
+
 
 @dataclass(frozen=True)
 class Horizon:
@@ -113,9 +116,13 @@ def make_plan(
                 "last step (max_epochs=-1 or an epoch of unknown length, and no max_steps); set max_steps or "
                 "max_epochs, or give a noise_multiplier (the run then ends at the budget)"
             )
-        if accountant.steps and accountant.epsilon(delta=settings.delta) >= settings.eps:
-            return Plan(noise_multiplier=previous.get("noise_multiplier", math.inf), charges=0, exhausted=True, end=end)
         same = previous == summary(settings, sample_rate, dimension, end, previous.get("noise_multiplier"))
+        if (
+            not same
+            and accountant.steps
+            and accountant.epsilon(delta=settings.delta) >= settings.eps * _AS_GOOD_AS_SPENT
+        ):
+            return Plan(noise_multiplier=previous.get("noise_multiplier", math.inf), charges=0, exhausted=True, end=end)
         if not same and charges:
             multiplier = calibrate_noise_multiplier(
                 eps=settings.eps,

@@ -303,9 +303,14 @@ class FitSession:
         self._refuse_feedback(self.checked.logged_names)
 
     def open_journal(self) -> None:
-        """The write-ahead journal lies beside the logs, or the checkpoints; without either nothing can be resumed."""
+        """The write-ahead journal lies beside the logs, or the checkpoints."""
         if self.trainer.is_global_zero:
             self.ledger.open_journal(self.directory)
+
+    def before_checkpoint(self) -> None:
+        """A checkpoint is about to be saved: from now on releases must be in a journal, wherever it lies."""
+        if self.trainer.is_global_zero and not self.ledger.has_journal:
+            self.ledger.open_journal(Path(self.trainer.default_root_dir))
 
     def _refuse_feedback(self, logged: frozenset[str] | set[str]) -> None:
         sentences = refusals.feedback(self._watched, logged)
