@@ -1,0 +1,1 @@
+"""Time and memory of a private step: ``python -m benchmarks --help``."""

@@ -1,0 +1,129 @@
+"""One optimizer step by each method: forward, backward, clip to C = 1, noise, SGD."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.workloads import MeanLoss, Step, Workload
+from lightning_lap2.gradients import FlatClipper, ParameterLayout, StepCall
+from lightning_lap2.gradients.engines import make_engine
+from lightning_lap2.noise import make_noise_source
+
+StepFunction = Callable[[], Any]
+_LEARNING_RATE = 0.01
+_NOISE = 1.0
+
+
+def plain(workload: Workload) -> StepFunction:
+    module, batch = workload.build()
+    optimizer = torch.optim.SGD(module.parameters(), _LEARNING_RATE)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        module.training_step(batch, 0).backward()
+        optimizer.step()
+
+    return step
+
+
+def ours(engine_name: str) -> Callable[[Workload], StepFunction]:
+    """An engine of this package with Laplace noise."""
+
+    def build(workload: Workload) -> StepFunction:
+        module, batch = workload.build()
+        optimizer = torch.optim.SGD(module.parameters(), _LEARNING_RATE)
+        layout, clipper = ParameterLayout(module), FlatClipper(1.0)
+        engine = make_engine(engine_name, module)
+        noise = make_noise_source("auto", layout.device)
+        call = StepCall((batch, 0), workload.size)
+
+        def step() -> None:
+            total = layout.zeros()
+            engine.accumulate(call, layout, clipper, total)
+            noise.add_(total, _NOISE, release=0)
+            layout.write_grads(total.div_(workload.size))
+            optimizer.step()
+
+        return step
+
+    return build
+
+
+def _trainable_by_opacus(workload: Workload) -> tuple[Step, tuple[Tensor, Tensor]]:
+    """Opacus has no rule for parameters outside layers: they stay frozen."""
+    module, batch = workload.build()
+    for child in module.modules():
+        if not isinstance(child, nn.Linear | nn.Conv2d | nn.Embedding | nn.LayerNorm | nn.GroupNorm):
+            for parameter in child.parameters(recurse=False):
+                parameter.requires_grad_(False)
+    return module, batch
+
+
+def opacus_mode(mode: str) -> Callable[[Workload], StepFunction]:
+    """``hooks``, ``functorch`` or ``ew``."""
+
+    def build(workload: Workload) -> StepFunction:
+        from opacus.grad_sample import wrap_model
+        from opacus.optimizers import DPOptimizer
+
+        module, (x, y) = _trainable_by_opacus(workload)
+        kwargs = {"loss_reduction": "mean"} if mode != "functorch" else {"loss_reduction": "mean"}
+        net: nn.Module = wrap_model(module.net, grad_sample_mode=mode, **kwargs)
+        trainable = [p for p in net.parameters() if p.requires_grad]
+        optimizer = DPOptimizer(
+            torch.optim.SGD(trainable, _LEARNING_RATE),
+            noise_multiplier=_NOISE, max_grad_norm=1.0, expected_batch_size=workload.size,
+        )  # fmt: skip
+        criterion = MeanLoss()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            criterion(net(x), y).backward()
+            optimizer.step()
+
+        return step
+
+    return build
+
+
+def opacus_ghost(workload: Workload) -> StepFunction:
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    module, (x, y) = _trainable_by_opacus(workload)
+    net = GradSampleModuleFastGradientClipping(module.net, max_grad_norm=1.0, use_ghost_clipping=True)
+    trainable = [p for p in net.parameters() if p.requires_grad]
+    optimizer = DPOptimizerFastGradientClipping(
+        torch.optim.SGD(trainable, _LEARNING_RATE),
+        noise_multiplier=_NOISE, max_grad_norm=1.0, expected_batch_size=workload.size,
+    )  # fmt: skip
+    criterion = DPLossFastGradientClipping(net, optimizer, MeanLoss(), loss_reduction="mean")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        criterion(net(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+METHODS: dict[str, Callable[[Workload], StepFunction]] = {
+    "plain": plain,
+    "ghost": ours("ghost"),
+    "vmap": ours("vmap"),
+    "opacus-hooks": opacus_mode("hooks"),
+    "opacus-functorch": opacus_mode("functorch"),
+    "opacus-ew": opacus_mode("ew"),
+    "opacus-ghost": opacus_ghost,
+}
+
+
+def available(method: str) -> bool:
+    """Whether the packages of a method can be imported."""
+    return not method.startswith("opacus") or importlib.util.find_spec("opacus") is not None
