@@ -98,7 +98,7 @@ class EfficientNetLite0(nn.Module):
         return F.relu6(self._bn1(self._conv_head(x))).mean(dim=(2, 3))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def features(backbone: nn.Module, file: Path, limit: int | None, pixels: int) -> tuple[Tensor, Tensor]:
     """Of the images in a zip file: features ``[N, 1280]`` of unit length, labels ``[N]``."""
     backbone.to(memory_format=torch.channels_last)  # faster on CPUs

@@ -67,7 +67,7 @@ def adapted_encoder(folder: str, lora_layers: int, rank: int) -> nn.Module:
     from peft import LoraConfig, inject_adapter_in_model
     from transformers import AutoModel
 
-    encoder = AutoModel.from_pretrained(folder).eval().requires_grad_(False)  # eval: no dropout
+    encoder = AutoModel.from_pretrained(folder).requires_grad_(False)
     depth = len(encoder.encoder.layer)
     if not 0 <= lora_layers <= depth:
         raise ValueError(f"--lora-layers {lora_layers}: the encoder has {depth} layers")
@@ -80,10 +80,10 @@ def adapted_encoder(folder: str, lora_layers: int, rank: int) -> nn.Module:
             layers_pattern="layer",
         )
         inject_adapter_in_model(config, encoder)
-    return encoder
+    return encoder.eval()  # no dropout
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def frozen_part(encoder: nn.Module, folder: str, file: Path, lora_layers: int, tokens: int) -> tuple[Tensor, ...]:
     """What enters the first adapted layer ``[N, T, D]``, the mask ``[N, T]`` and the labels ``[N]``.
 

@@ -65,7 +65,8 @@ def common_arguments(parser: ArgumentParser, **defaults: Any) -> None:
 
 def fit(name: str, model: L.LightningModule, train: DataLoader, test: DataLoader, args: Namespace) -> dict[str, Any]:
     """Trains, tests, prints and returns the results."""
-    warnings.filterwarnings("ignore", ".*(does not have many workers|`val_dataloader`).*")
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*module.* in eval mode at the start of training.*")  # as intended: frozen
     names = ("eps", "delta", "max_grad_norm", "mechanism", "engine")
     privacy = Lap2Privacy(**{name: getattr(args, name) for name in names}) if args.private else None
     clock = StepTime()
