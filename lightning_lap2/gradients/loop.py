@@ -19,7 +19,7 @@ from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelEr
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.recorder import Recorder, Trace
 from lightning_lap2.gradients.replay import Replay
-from lightning_lap2.gradients.tracing import refuse_layers
+from lightning_lap2.gradients.tracing import batch_statistics_refused, refuse_layers
 
 
 class LoopEngine(Engine):
@@ -48,7 +48,7 @@ class LoopEngine(Engine):
         guard = AttributeGuard(self.module, allow_plain=False)
         traces: list[Trace] = []
         try:
-            with self._recorder.shadowing(), torch.enable_grad():
+            with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
                 for index in range(parts.count):
                     trace = self._recorder.begin()
                     with call.context():

@@ -2,8 +2,8 @@
 
 Through ``vmap`` some code fails that has no need to: masks in Hugging Face models and ``F.one_hot`` read a value
 (``.item()``), GRU and RNN make a hidden state without the example dimension. :func:`way_through` replaces these for
-traced tensors only, so other threads and untraced code see no change. What cannot run, or would break the
-guarantee, is refused here by name.
+traced tensors only, so untraced code sees no change. What cannot run, or would break the guarantee, is refused here
+by name.
 """
 
 from __future__ import annotations
@@ -66,6 +66,36 @@ def layer_refusal(layer: nn.Module, *, vmapped: bool) -> str | None:
         if layer.sparse and vmapped:
             return "has sparse=True, which engine='vmap' cannot run: use sparse=False, or engine='loop'"
     return None
+
+
+@contextmanager
+def batch_statistics_refused() -> Iterator[None]:
+    """Inside, the functional forms of what :func:`refuse_layers` refuses raise too.
+
+    A custom layer may call ``F.batch_norm`` itself; its kernel writes the running statistics without counting it as a
+    write, so nothing else would notice.
+    """
+    with (
+        _replaced(torch, "batch_norm", _no_batch_statistics(torch.batch_norm)),
+        _replaced(torch, "instance_norm", _no_batch_statistics(torch.instance_norm)),
+    ):
+        yield
+
+
+def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    name = original.__name__
+
+    def norm(*args: Any, **kwargs: Any) -> Tensor:
+        # torch.nn.functional gives (input, weight, bias, running_mean, running_var, use_batch_statistics, ...);
+        # instance_norm may use the statistics of the example itself as long as it keeps none
+        if len(args) > 5 and args[5] and (name == "batch_norm" or args[3] is not None):
+            raise UnsupportedModelError(
+                f"F.{name} is called with the batch's statistics: it mixes examples or writes running statistics that "
+                "no noise protects. Use F.group_norm, or training=False with statistics that do not change"
+            )
+        return original(*args, **kwargs)
+
+    return norm
 
 
 # --- ways through vmap -----------------------------------------------------------------------------------------------
@@ -179,7 +209,7 @@ def explain(error: BaseException, module: nn.Module) -> NoReturn:
     layer = _innermost_layer(frames, module)
     at = f" in layer {layer}" if layer else ""
     summary = str(error).strip().split("\n")[0][:200]
-    if "inplace" in summary or "in-place" in summary:
+    if "mutate a captured Tensor" in summary:
         raise UnsupportedModelError(
             f"{where}{at} writes into a tensor from outside the step, such as a buffer: no noise protects it, so this "
             f"is refused under every engine. Write it in on_train_batch_end, from public quantities "
@@ -196,6 +226,11 @@ def _cause(message: str) -> str:
     """What functorch's message means for the user."""
     if ".item()" in message or "data-dependent" in message or "aten::_local_scalar_dense" in message:
         return "it reads the value of a tensor (.item(), float(), bool(), an `if` on data, a boolean index)"
+    if "inplace" in message or "in-place" in message:
+        return (
+            "it writes an example's values into a tensor without the examples' dimension (make it by x.new_zeros(...) "
+            "or torch.zeros_like(x) instead of torch.zeros; a buffer must not be written at all)"
+        )
     if "autograd.Function" in message or "setup_context" in message:
         return "a custom autograd.Function has no vmap rule (set generate_vmap_rule = True and define setup_context)"
     if "stack expects each tensor to be equal size" in message or "dynamic shape" in message:

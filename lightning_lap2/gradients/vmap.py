@@ -22,7 +22,7 @@ from lightning_lap2.gradients.engine import Engine, StepCall
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.recorder import Recorder, Trace
 from lightning_lap2.gradients.replay import Replay
-from lightning_lap2.gradients.tracing import explain, refuse_layers, way_through
+from lightning_lap2.gradients.tracing import batch_statistics_refused, explain, refuse_layers, way_through
 
 
 def choose_chunk(count: int, numel: int, budget: int) -> int:
@@ -94,7 +94,12 @@ class VmapEngine(Engine):
         traces: list[Trace] = []
         carried: list[Sequence[Tensor]] = []
         try:
-            with self._recorder.shadowing(), way_through(self.module, layout.device), torch.enable_grad():
+            with (
+                self._recorder.shadowing(),
+                batch_statistics_refused(),
+                way_through(self.module, layout.device),
+                torch.enable_grad(),
+            ):
                 for start in range(0, parts.count, chunk):
                     guard.begin_call()
                     rows = [t[start : start + chunk] for t in parts.tensors]

@@ -116,6 +116,10 @@ class Sign(torch.autograd.Function):
         return grad[0]
 
 
+def filled(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return torch.zeros(x.shape[0], 4).copy_(m.net(x)).sum()
+
+
 def custom(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return Sign.apply(m.net(x)).sum()
 
@@ -127,6 +131,7 @@ def custom(m: Any, x: Tensor, y: Tensor) -> Tensor:
         (branch, "reads the value"),
         (numpy, "needs a tensor's memory"),
         (boolean_index, "depends on the data|reads the value"),
+        (filled, "without the examples' dimension"),
         (custom, "custom autograd.Function"),
     ],
 )
@@ -136,6 +141,35 @@ def test_what_vmap_cannot_run_names_line_and_engine_and_runs_by_loop(step: Any, 
     with pytest.raises(UnsupportedModelError, match=rf"test_tracing.py:{line} .*({cause}).*engine='loop'"):
         run(module, VmapEngine)
     assert float(run(module, LoopEngine).norm()) > 0
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+@pytest.mark.parametrize("form", ["batch", "batch-stateless", "instance"])
+def test_functional_batch_statistics_are_refused(kind: Any, form: str) -> None:
+    def step(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        h = m.net(x)[:, :, None].expand(-1, -1, 2)
+        if form == "instance":
+            return F.instance_norm(h, m.mean, m.variance, use_input_stats=True).sum()
+        state = (None, None) if form == "batch-stateless" else (m.mean, m.variance)
+        return F.batch_norm(h, *state, training=True).sum()
+
+    module = Module(step)
+    module.register_buffer("mean", torch.zeros(4))
+    module.register_buffer("variance", torch.ones(4))
+    before = torch.batch_norm
+    with pytest.raises(UnsupportedModelError, match="called with the batch's statistics"):
+        run(module, kind)
+    assert torch.batch_norm is before
+    assert torch.equal(module.mean, torch.zeros(4))
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+def test_functional_norms_without_batch_statistics_run(kind: Any) -> None:
+    def step(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        h = F.instance_norm(m.net(x)[:, :, None] * torch.arange(3.0))
+        return F.batch_norm(h, torch.zeros(4), torch.ones(4)).square()[..., 0].sum()
+
+    assert torch.isfinite(run(Module(step), kind)).all()
 
 
 def test_the_layer_is_named() -> None:
