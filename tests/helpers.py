@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +25,16 @@ from lightning_lap2.callback import session as session_module
 from lightning_lap2.sampling import Part
 
 DELTA = 1e-5
+
+# Warnings are errors in these tests; these are Lightning's own, on runs that are short or resumed.
+LIGHTNING_WARNINGS = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in (
+        ".*that ended before the epoch ended.*",  # mid-epoch checkpoints
+        ".*callbacks used to create the checkpoint.*",  # resuming with fewer callbacks
+        ".*The dirpath has changed from.*",  # a ModelCheckpoint of another folder
+    )
+]
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 _HOMES = {"lightning.pytorch": "lightning_lap2", "pytorch_lightning": "lightning_lap2.pytorch_lightning"}
 
