@@ -174,14 +174,17 @@ def test_a_tf32_setting_of_the_user_does_not_reach_the_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "numel", "budget", "chunk"),
+    ("count", "numel", "largest", "budget", "chunk"),
     [
-        (256, 26_010, 2**30, 256),  # a small CNN: the whole batch
-        (1, 10**9, 2**30, 1),  # never less than one
-        (100, 10**6, 8 * 10**6 * 40, 34),  # 40 fit: three chunks of nearly equal size
-        (5, 0, 2**30, 5),
+        (256, 26_010, 16_384, 2**30, 256),  # a small CNN: the whole batch
+        (1, 10**9, 10**9, 2**30, 1),  # never less than one
+        (100, 10**6, 10**4, 8 * 10**6 * 40, 34),  # 40 fit: three chunks of nearly equal size
+        (256, 1_863_690, 1024 * 1024, 2**30, 7),  # a wide MLP on a CPU: blocks that the allocator keeps
+        (256, 1_863_690, 0, 2**30, 64),  # and on a GPU
+        (32, 22_000_000, 12_000_000, 2**30, 6),  # too wide for that: as many as fit
+        (5, 0, 0, 2**30, 5),
     ],
 )
-def test_the_chunk_size_follows_from_memory(count: int, numel: int, budget: int, chunk: int) -> None:
-    assert choose_chunk(count, numel, budget) == chunk
+def test_the_chunk_size_follows_from_memory(count: int, numel: int, largest: int, budget: int, chunk: int) -> None:
+    assert choose_chunk(count, numel, largest, budget) == chunk
     assert memory_budget(torch.device("cpu")) > 0
