@@ -39,7 +39,7 @@ class Replay:
                     self._log(first, [e.value for e in same if isinstance(e, LogEvent)], results)
                     results.append(None)
                 else:
-                    results.append(self._metric(first))
+                    results.append(self._metric(first, same))
             return self._output(results)
 
     def _events(self) -> list[tuple[LogEvent | MetricEvent, ...]]:
@@ -65,16 +65,20 @@ class Replay:
         elif isinstance(value, MetricValue):
             value = value.resolve(results)
         elif isinstance(value, bool | int | float):
-            value = _common_number(event.name, values)
+            value = _common_number(f"self.log({event.name!r}, ...) logs", values)
         if event.name is None:
             event.owner.log_dict(value, **options)  # type: ignore[operator]
         else:
             event.owner.log(event.name, value, **options)  # type: ignore[operator]
 
-    def _metric(self, event: MetricEvent) -> Any:
+    def _metric(self, event: MetricEvent, same: Sequence[LogEvent | MetricEvent]) -> Any:
         if isinstance(event.metric, SumMetric):
             self._check_sum(event)
-        args, kwargs = (map_leaves(self._metric_argument, tree) for tree in (event.args, event.kwargs))
+        columns = zip(*(_leaves((e.args, e.kwargs)) for e in same if isinstance(e, MetricEvent)), strict=True)
+        what = f"{type(event.metric).__name__} is given"
+        args, kwargs = map_leaves(
+            lambda leaf: self._metric_argument(leaf, next(columns), what), (event.args, event.kwargs)
+        )
         if isinstance(event.metric, MeanMetric):
             # a weight such as x.shape[0] is 1 in the trace, like batch_size=
             kwargs = {k: self._rescaled(v) if k == "weight" else v for k, v in kwargs.items()}
@@ -95,13 +99,22 @@ class Replay:
                     "whether it is a batch's sum or mean is unknown: give it the tensor [B] of the examples' values"
                 )
 
-    def _metric_argument(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Slot):
-            return leaf
-        return self._concatenated(leaf) if self._values(leaf)[0].dim() > 1 else self._mean(leaf)
+    def _metric_argument(self, leaf: Any, values: Sequence[Any], what: str) -> Any:
+        if isinstance(leaf, Slot):
+            value = self._values(leaf)[0]
+            if value.dim() == 1 and not value.dtype.is_floating_point:
+                raise UnsupportedModelError(
+                    f"{what} an integer without a batch dimension; the step sees one example at a time, so whether it "
+                    "is a count over the batch is unknown: give it the examples' values [B, ...]"
+                )
+            return self._whole(leaf)
+        return _common_number(what, values) if isinstance(leaf, bool | int | float) else leaf
+
+    def _whole(self, slot: Slot) -> Tensor:
+        return self._concatenated(slot) if self._values(slot)[0].dim() > 1 else self._mean(slot)
 
     def _values(self, slot: Slot) -> list[Tensor]:
-        return [tensors[slot.index] for tensors in self.tensors if slot.index < len(tensors)]
+        return [tensors[slot.index] for tensors in self.tensors]
 
     def _concatenated(self, slot: Slot) -> Tensor:
         """Examples' tensors ``[1, ...]`` (or ``[k, ...]``), one after the other."""
@@ -122,23 +135,35 @@ class Replay:
         def leaf(value: Any) -> Any:
             if isinstance(value, MetricValue):
                 return value.resolve(results)
-            return kept._metric_argument(value)
+            return kept._whole(value) if isinstance(value, Slot) else value
 
-        output = self.traces[returned[0]].output
+        output = kept.traces[0].output
+        shape = map_leaves(_leaf_shape, output)
+        if any(map_leaves(_leaf_shape, trace.output) != shape for trace in kept.traces):
+            raise UnsupportedModelError(
+                "training_step returns different entries for different examples, so there is no output for the batch: "
+                "return the same ones for every example, or only the loss"
+            )
         if isinstance(output, Slot):
             return kept._mean(output)
         return {key: kept._mean(value) if key == "loss" else map_leaves(leaf, value) for key, value in output.items()}
 
 
-def _common_number(name: str | None, values: list[Any]) -> Any:
-    """One number for the batch from the numbers that the examples logged."""
-    if all(v == values[0] or v != v for v in values):
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    map_leaves(found.append, tree)
+    return found
+
+
+def _common_number(what: str, values: Sequence[Any]) -> Any:
+    """One number for the batch from those of the examples."""
+    if all(v == values[0] for v in values):
         return values[0]
     if all(isinstance(v, float) for v in values):
         return sum(values) / len(values)
     raise UnsupportedModelError(
-        f"self.log({name!r}, ...) logs an int that differs between examples; whether the batch's value is their sum "
-        "or their mean is unknown: log a float or a tensor that is a mean"
+        f"{what} an int that differs between examples; whether the batch's value is their sum "
+        "or their mean is unknown: make it a float or a tensor that is a mean"
     )
 
 

@@ -33,8 +33,8 @@ def choose_chunk(count: int, numel: int, largest: int, budget: int) -> int:
 
     Per-example gradients take ``4 * numel`` bytes each and their backward pass about as much again. Few large
     calls are fastest while that fits: chunks of 8 made a small CNN's step four times slower than the whole batch.
-    The exception is a wide model on a CPU, where most of the time goes into writing gradients: a third is saved if
-    each of a chunk's gradients is small enough for the allocator to reuse.
+    The exception is a wide model on a CPU, where most of the time goes into writing gradients: up to half is saved
+    if each of a chunk's gradients is small enough for the allocator to reuse.
 
     Args:
         count: examples in the batch, at least 1.
@@ -86,6 +86,7 @@ class VmapEngine(Engine):
         super().__init__(module, chunk_size=chunk_size)
         self._recorder = Recorder(module)
         self._step = _Step(module)
+        self._budget: int | None = None
 
     @property
     def logged_names(self) -> frozenset[str]:
@@ -126,8 +127,11 @@ class VmapEngine(Engine):
         return Replay(traces, carried, call.count).run()
 
     def _chunk_size(self, count: int, layout: ParameterLayout) -> int:
+        if self._budget is None:
+            # asked once: torch keeps what it has freed, so a GPU would seem fuller at every step
+            self._budget = memory_budget(layout.device)
         largest = max(layout.sizes, default=0) if layout.device.type == "cpu" else 0
-        return choose_chunk(count, layout.numel, largest, memory_budget(layout.device))
+        return choose_chunk(count, layout.numel, largest, self._budget)
 
     def _chunk(
         self, call: StepCall, parts: BatchParts, rows: list[Tensor], names: list[list[str]], layout: ParameterLayout

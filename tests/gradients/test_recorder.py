@@ -240,6 +240,11 @@ def sum_metric(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+def counted_metric(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    m.accuracy.update((logits.argmax(1) == y).sum(), y)
+    return loss
+
+
 def vector_loss(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
     return logits
 
@@ -258,6 +263,7 @@ def no_loss(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Any:
         (summed, "reduce_fx='sum'"),
         (counted, "logs an integer tensor"),
         (sum_metric, "SumMetric is given a value without a batch dimension"),
+        (counted_metric, "MulticlassAccuracy is given an integer without a batch dimension"),
         (vector_loss, "must return a loss tensor with one element"),
         (no_loss, "a dict with such a 'loss', or None; got NoneType"),
     ],
@@ -279,14 +285,31 @@ def test_log_calls_that_depend_on_the_example_are_refused() -> None:
         run(Step(step), LoopEngine, 3)
 
 
+def test_counts_read_out_are_refused() -> None:
+    module = Step(lambda m, loss, logits, y: m.log("hits", int(y.item() == 0)) or loss)
+    with pytest.raises(UnsupportedModelError, match=r"self.log\('hits', ...\) logs an int that differs"):
+        run(module, LoopEngine, 3)
+
+
+def test_outputs_that_depend_on_the_example_are_refused() -> None:
+    def step(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Any:
+        return {"loss": loss, ("zero" if y.item() == 0 else "other"): logits}
+
+    with pytest.raises(UnsupportedModelError, match="different entries for different examples"):
+        run(Step(step), LoopEngine, 3)
+
+
 def test_numbers_read_out_are_averaged_under_the_loop_engine() -> None:
     def step(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
         m.log("loss", loss.item())
         m.log("epoch", 3)
+        m.mean.update(loss.item())
         return loss
 
     module = Step(step)
+    module.mean = MeanMetric()
     loss, _ = run(module, LoopEngine, 4)
+    assert float(module.mean.compute()) == pytest.approx(float(loss), rel=1e-6)
     (name, value), _ = module.made[0]
     assert (name, value) == ("loss", pytest.approx(float(loss), rel=1e-6))
     assert module.made[1] == (("epoch", 3), {})
