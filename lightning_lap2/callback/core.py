@@ -216,6 +216,11 @@ class Lap2Core:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        assert self._session is not None
+        # of what the module logged in on_train_epoch_end, which runs after this callback's
+        self._session.check_feedback()
+
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         assert self._session is not None
         self._session.batch_fetched(batch)
@@ -226,8 +231,9 @@ class Lap2Core:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._session is not None
-        # not on_epoch: that would be an average of epsilon over the epoch
-        pl_module.log("privacy/epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True)
+        if not trainer.barebones:
+            # not on_epoch: that would be an average of epsilon over the epoch
+            pl_module.log("privacy/epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True)
         self._session.check_feedback()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -237,6 +243,8 @@ class Lap2Core:
     # -- end, however it comes ------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._session is not None:
+            self._session.check_feedback(refuse=False)
         self._end_session(completed=True)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -133,7 +133,9 @@ def monitors(trainer: Any) -> dict[str, str]:
 
 def feedback(watched: dict[str, str], logged: Iterable[str]) -> list[str]:
     """Watchers of values that were computed from the training batches without noise, as sentences."""
-    from_training = {name for name in logged if not name.startswith("privacy/")}
+    names = {name for name in logged if not name.startswith("privacy/")}
+    # what Lightning calls a value that is logged both on_step and on_epoch
+    from_training = names | {f"{name}{suffix}" for name in names for suffix in ("_step", "_epoch")}
     return [f"{who} watches {name!r}" for name, who in watched.items() if name in from_training]
 
 

@@ -312,26 +312,26 @@ class FitSession:
         if self.trainer.is_global_zero and not self.ledger.has_journal:
             self.ledger.open_journal(Path(self.trainer.default_root_dir))
 
-    def _refuse_feedback(self, logged: frozenset[str] | set[str]) -> None:
+    def _refuse_feedback(self, logged: frozenset[str] | set[str], *, refuse: bool = True) -> None:
         sentences = refusals.feedback(self._watched, logged)
-        if not self.settings.allow_feedback:
+        if refuse and not self.settings.allow_feedback:
             refusals.refuse_feedback(sentences)
         for sentence in sentences:
             self.ledger.add_caveat(f"{sentence}, which is computed from training data without noise")
 
-    def check_feedback(self) -> None:
-        """Names that training has logged so far, beyond those the self-check saw."""
+    def check_feedback(self, *, refuse: bool = True) -> None:
+        """Names that training has logged so far, beyond those the self-check saw.
+
+        Args:
+            refuse: False once training is over: what was watched is then only noted in the report.
+        """
         if not self._watched:
             return
         results = self.trainer.fit_loop.epoch_loop._results
         if len(results) == self._logged:
             return
         self._logged = len(results)
-        names: set[str] = set()
-        for result in results.values():
-            meta = result.meta
-            names |= {meta.name, f"{meta.name}_step", f"{meta.name}_epoch"} if meta.on_step else {meta.name}
-        self._refuse_feedback(names)
+        self._refuse_feedback({result.meta.name for result in results.values()}, refuse=refuse)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
