@@ -156,7 +156,7 @@ class FitSession:
             world_size=trainer.world_size,
             seed=self.settings.noise_seed,
         )
-        if self.facts is not None and data.facts != self.facts:
+        if self.plan is not None and data.facts != self.facts:
             raise UnsupportedSettingError(
                 "the train data changed between epochs (reload_dataloaders_every_n_epochs): "
                 f"{self.facts} became {data.facts}; N and the batch size are public constants of a run"
