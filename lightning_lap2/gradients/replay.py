@@ -124,7 +124,7 @@ class Replay:
         values = torch.cat([value.reshape(-1) for value in self._values(slot)])
         wide = values if values.dtype == torch.float64 else values.float()
         mean = wide.mean()
-        return torch.nan_to_num(mean) if self.count == 0 else mean
+        return torch.nan_to_num(mean, 0.0, 0.0, 0.0) if self.count == 0 else mean
 
     def _output(self, results: list[Any]) -> Any:
         returned = [i for i, trace in enumerate(self.traces) if trace.output is not None]

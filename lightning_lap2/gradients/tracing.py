@@ -114,7 +114,7 @@ def way_through(module: nn.Module, device: torch.device) -> Iterator[None]:
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
         undo.enter_context(_replaced(F, "one_hot", _one_hot(F.one_hot)))
         masking = sys.modules.get("transformers.masking_utils")
-        if masking is not None:
+        if masking is not None and "is_tracing" in vars(masking):  # transformers 5
             undo.enter_context(_replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
         for layer in module.modules():
             if isinstance(layer, nn.RNNBase):
