@@ -60,6 +60,15 @@ class Settings:
                 f"bound={self.bound!r} is a bound for mechanism='laplace' only, got mechanism={self.mechanism!r}; "
                 "use bound='tight'"
             )
+        if self.engine == "ghost" and self.mechanism == "laplace_l1":
+            raise ValueError(
+                "engine='ghost' computes l2 norms, but mechanism='laplace_l1' clips the l1 norm; use engine='vmap'"
+            )
+        if self.engine == "ghost" and self.chunk_size is not None:
+            raise ValueError(
+                f"chunk_size={self.chunk_size} has no meaning for engine='ghost', which takes the batch as one piece; "
+                "leave it None, and to save memory use a smaller loader batch with accumulate_grad_batches"
+            )
         self._check_noise()
 
     def _check_noise(self) -> None:

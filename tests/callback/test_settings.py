@@ -37,6 +37,8 @@ from lightning_lap2 import Lap2Privacy
         ({"engine": "hooks"}, ValueError, "engine must be one of 'vmap', 'ghost', 'loop', got 'hooks'"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
         ({"chunk_size": 2.5}, TypeError, "chunk_size must be an integer, got 2.5"),
+        ({"engine": "ghost", "mechanism": "laplace_l1"}, ValueError, "engine='ghost' computes l2 norms"),
+        ({"engine": "ghost", "chunk_size": 4}, ValueError, "chunk_size=4 has no meaning for engine='ghost'"),
         ({"noise_source": "randn"}, ValueError, "noise_source must be one of 'auto', 'aes', 'torch', got 'randn'"),
         ({"noise_seed": -1}, ValueError, "noise_seed must be at least 0, got -1"),
         ({"noise_seed": "1"}, TypeError, "noise_seed must be an integer, got '1'"),
