@@ -72,8 +72,7 @@ def opacus_mode(mode: str) -> Callable[[Workload], StepFunction]:
         from opacus.optimizers import DPOptimizer
 
         module, (x, y) = _trainable_by_opacus(workload)
-        kwargs = {"loss_reduction": "mean"} if mode != "functorch" else {"loss_reduction": "mean"}
-        net: nn.Module = wrap_model(module.net, grad_sample_mode=mode, **kwargs)
+        net: nn.Module = wrap_model(module.net, grad_sample_mode=mode, loss_reduction="mean")
         trainable = [p for p in net.parameters() if p.requires_grad]
         optimizer = DPOptimizer(
             torch.optim.SGD(trainable, _LEARNING_RATE),

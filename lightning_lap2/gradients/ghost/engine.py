@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointError
 
 from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError, full_precision
@@ -58,7 +60,7 @@ class GhostEngine(Engine):
     def accumulate(self, call: StepCall, layout: ParameterLayout, clipper: Clipper, total: Tensor) -> Any:
         refuse_modules(self.module)
         versions = [p._version for p in layout.parameters]
-        with torch.enable_grad(), call.context():
+        with torch.enable_grad(), unfused_lstm(self.module), call.context():
             output = self.module.training_step(*call.args)  # type: ignore[operator]
         for name, parameter, version in zip(layout.names, layout.parameters, versions, strict=True):
             if parameter._version != version:
@@ -132,6 +134,11 @@ class Collector:
         try:
             edges = [GradientEdge(use.node, 0) for use in last]
             grads = torch.autograd.grad(loss, edges, allow_unused=True)
+        except CheckpointError as error:
+            raise UnsupportedModelError(
+                "activation checkpointing (torch.utils.checkpoint) gives saved inputs out once only, but "
+                'engine="ghost" needs them again. Use engine="loop", or no checkpointing.'
+            ) from error
         finally:
             for handle in handles:  # a node that holds its own hook would never be freed
                 handle.remove()
@@ -170,9 +177,7 @@ class Collector:
         return result
 
 
-def _single_example(
-    loss: Tensor, layout: ParameterLayout, dtype: torch.dtype
-) -> dict[int, tuple[list[Term], Tensor]]:
+def _single_example(loss: Tensor, layout: ParameterLayout, dtype: torch.dtype) -> dict[int, tuple[list[Term], Tensor]]:
     """A batch of one: its gradient is the batch gradient."""
     grads = torch.autograd.grad(loss, layout.parameters, allow_unused=True)
     dense = {k: g.detach().to(dtype)[None] for k, g in enumerate(grads) if g is not None}
@@ -196,6 +201,17 @@ def loss_of(output: Any) -> Tensor | None:
     return loss
 
 
+@contextmanager
+def unfused_lstm(module: nn.Module) -> Iterator[None]:
+    """On a CPU nn.LSTM is one fused oneDNN node, which gives no output gradients of its matrix products away; with
+    oneDNN off inside, it is a sequence of plain ones."""
+    if not any(isinstance(child, nn.LSTM) for child in module.modules()):
+        yield
+        return
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
 def refuse_modules(module: nn.Module) -> None:
     """Refuses layers that the graph does not give away.
 
@@ -206,5 +222,5 @@ def refuse_modules(module: nn.Module) -> None:
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
             raise UnsupportedModelError(
                 f"Layer {name!r} is {type(child).__name__} in training mode: it mixes examples, and its running "
-                f"statistics leave the model without noise. Use GroupNorm, or put it in eval()."
+                f"statistics leave the model without noise. Use nn.GroupNorm, or put it in eval()."
             )

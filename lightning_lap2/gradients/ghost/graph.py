@@ -47,6 +47,13 @@ _UNARY = {
 _COMBINED = {"WeightNormInterfaceBackward0", "MmBackward0", "BmmBackward0", "CatBackward0", "StackBackward0"}
 """Operations on several tensors, data-free where each of them is derived."""
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
+_OPAQUE = {
+    "CheckpointFunctionBackward": "torch.utils.checkpoint(use_reentrant=True) hides parameters from the graph of "
+    'the loss, so engine="ghost" cannot account for them. Use engine="loop", or no checkpointing.',
+    "PackPaddedSequenceBackward0": "packed sequences hold the examples in an order of their own, which "
+    'engine="ghost" cannot follow. Pass padded sequences, or use engine="loop".',
+}
+"""Operations that are refused wherever they occur."""
 
 
 @dataclass
@@ -55,7 +62,7 @@ class Use:
 
     Attributes:
         operands: which of the node's inputs are derived.
-        views: shapes that its flattened output is viewed in, and its input was.
+        views: shapes that its flattened output is viewed in, then the one its input rows were flattened from.
         last: whether no other use lies below, so that autograd does not run this node.
     """
 
@@ -81,6 +88,7 @@ class Walk:
     derived: dict[Node, tuple[Form, tuple[int, ...]]] = field(default_factory=dict)
     above_use: dict[Node, bool] = field(default_factory=dict)
     views: dict[Node, list[tuple[int, ...]]] = field(default_factory=dict)
+    unflat: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
 
     def run(self, root: Node) -> list[Use]:
@@ -123,22 +131,38 @@ class Walk:
             if child is not None and child in self.derived
         }
         below = any(self.above_use[child] for child, _ in edges if child is not None)
+        name = node.name()
+        if name in _OPAQUE:
+            raise UnsupportedModelError(_OPAQUE[name])
         if operands:
-            name = node.name()
             form = self._form(node, name, operands)
             if form is not None:
                 parameters = sorted({p for d in operands.values() for p in d.parameters})
                 self.derived[node] = (form, tuple(parameters))
                 return
-            if not self.covered(name):
+            if not self.covered(name) or math.prod(node._input_metadata[0].shape) == 1:
                 self._refuse(node, name, [p for d in operands.values() for p in d.parameters])
-            views = self.views.get(node, []) + [
-                tuple(child._saved_self_sym_sizes)
-                for child, _ in edges
-                if child is not None and child.name() in _VIEWS and child not in self.derived
-            ]
+        self._follow_rows(node, name)
+        if operands:
+            views = list(self.views.get(node, []))
+            if node in self.unflat:
+                views.append(self.unflat[node])
             self.uses.append(Use(node, name, operands, views, last=not below))
         self.above_use[node] = below or bool(operands)
+
+    def _follow_rows(self, node: Node, name: str) -> None:
+        """Notes which shape the rows of a matrix were flattened from, for as long as rows stay rows."""
+        shape = tuple(node._input_metadata[0].shape)
+        if len(shape) != 2:
+            return
+        for child, output in node.next_functions:
+            if child is None or child in self.derived:
+                continue
+            before = tuple(child._input_metadata[output].shape)
+            if name in _VIEWS and len(before) > 2:
+                self.unflat[node] = before
+            elif child in self.unflat and before[0] == shape[0]:
+                self.unflat[node] = self.unflat[child]
 
     def _form(self, node: Node, name: str, operands: dict[int, Derived]) -> Form | None:
         """The form of the node's output if that depends on parameters only, else ``None``."""

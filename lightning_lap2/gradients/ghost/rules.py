@@ -73,9 +73,8 @@ def reduce_to(grad: Tensor, shape: tuple[int, ...], batch: int) -> Tensor:
     return grad.reshape(grad.shape[0], *shape)
 
 
-def _lead(use: Use, scope: Scope, rows: int, width: int) -> tuple[int, ...]:
-    """The leading dimensions that were flattened into the rows of a matrix product, from how its output or input
-    is viewed."""
+def _lead(use: Use, scope: Scope, rows: int) -> tuple[int, ...]:
+    """The leading dimensions that were flattened into rows, from how the output or the input is viewed."""
     found: list[tuple[int, ...]] = []
     for shape in use.views:
         for cut in range(1, len(shape)):
@@ -92,7 +91,7 @@ def _lead(use: Use, scope: Scope, rows: int, width: int) -> tuple[int, ...]:
 
 def _rows_first(use: Use, scope: Scope, matrices: list[Tensor]) -> list[Tensor]:
     """Matrices ``[R, d]`` whose rows are the same positions, as ``[B, T, d]``."""
-    lead = _lead(use, scope, matrices[0].shape[0], use.shape[-1])
+    lead = _lead(use, scope, matrices[0].shape[0])
     batch = scope.batch_of(use, lead)
     return [examples_first(m.reshape(*lead, m.shape[1]), batch, 1) for m in matrices]
 
@@ -185,14 +184,16 @@ def layer_norm(use: Use, scope: Scope, grad: Tensor) -> Terms:
     kept = len(node._saved_normalized_shape)
     if 0 in use.operands:
         raise scope.refuse(use, "the parameter is the input")
-    batch = scope.batch_of(use, use.shape[:-kept])
+    lead = use.shape[:-kept]
+    lead = _lead(use, scope, lead[0]) if len(lead) == 1 else lead
+    batch = scope.batch_of(use, lead)
     terms: Terms = {}
     grad = grad.to(scope.dtype)
     if 1 in use.operands:
         normal = (node._saved_input.to(scope.dtype) - node._saved_result1).mul_(node._saved_result2).mul_(grad)
-        terms[1] = Dense(examples_first(normal, batch, kept).sum(dim=1))
+        terms[1] = Dense(examples_first(normal.view(*lead, *use.shape[-kept:]), batch, kept).sum(dim=1))
     if 2 in use.operands:
-        terms[2] = Dense(examples_first(grad, batch, kept).sum(dim=1))
+        terms[2] = Dense(examples_first(grad.reshape(*lead, *use.shape[-kept:]), batch, kept).sum(dim=1))
     return terms
 
 
@@ -223,7 +224,7 @@ def batch_norm(use: Use, scope: Scope, grad: Tensor) -> Terms:
     if node._saved_training:
         raise UnsupportedModelError(
             f"{scope.describe(use)}: BatchNorm in training mode mixes examples, and its running statistics leave "
-            f"the model without noise. Use GroupNorm, or put the layer in eval()."
+            f"the model without noise. Use nn.GroupNorm, or put the layer in eval()."
         )
     scope.batch_of(use, use.shape[:1])
     grad = grad.to(scope.dtype).reshape(*use.shape[:2], -1)
@@ -301,7 +302,7 @@ class Reshaped(Term):
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        self.examples = self.term.examples
+        self.examples, self.device = self.term.examples, self.term.device
 
     def squares(self) -> Tensor:
         return self.term.squares()

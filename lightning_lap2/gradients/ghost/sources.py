@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_lap2.gradients.ghost.numerics import row_squares
-from lightning_lap2.gradients.ghost.terms import _SCRATCH, Dense, Outer, Term
+from lightning_lap2.gradients.ghost.terms import Dense, Outer, Term, scratch_examples
 
 Node = Any  # torch.autograd.graph.Node; its saved tensors are attributes that type checkers do not know
 
@@ -92,6 +92,7 @@ class Pulled(Term):
     def __post_init__(self) -> None:
         self.examples = self.term.examples
         self.shape = tuple(self.parameter.shape)
+        self.device = self.parameter.device
         self._cover: Tensor | None = None
 
     def _pull(self, grad: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ class Pulled(Term):
     def cover(self) -> Tensor:
         """How often the derived tensor holds each entry of the parameter; only for ``Form.COPIED``."""
         if self._cover is None:
-            self._cover = self._pull(torch.ones(self.derived.shape, device=self.parameter.device))
+            self._cover = self._pull(torch.ones(self.derived.shape, device=self.device))
         return self._cover
 
     def keeps_norms(self) -> bool:
@@ -133,7 +134,7 @@ class Pulled(Term):
 def squares_by_rows(terms: list[Term]) -> Tensor:
     """Squared norms of the sum of several uses, the gradients formed a few examples at a time: ``[B]``, fp64."""
     examples = terms[0].examples
-    step = max(1, _SCRATCH // math.prod(terms[0].shape))
+    step = scratch_examples(terms[0])
     parts = []
     for start in range(0, examples, step):
         stop = min(start + step, examples)

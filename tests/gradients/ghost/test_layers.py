@@ -69,7 +69,9 @@ def image_models() -> dict[str, nn.Module]:
             nn.ConvTranspose2d(4, 6, 2, groups=2), *head(6),
         ),
         "group norm": nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), *head(4)),
-        "instance norm": nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.ReLU(), *head(4)),
+        "instance norm": nn.Sequential(
+            nn.Conv2d(3, 4, 3, bias=False), nn.InstanceNorm2d(4, affine=True), nn.ReLU(), *head(4)
+        ),
         "batch norm in eval": nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval(), *head(4)),
         "prelu": nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), *head(4)),
         "channels last": nn.Sequential(nn.Conv2d(3, 4, 3), *head(4)).to(memory_format=torch.channels_last),
