@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from lightning_lap2.accounting import MajorizedAccountant
+from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.reporting import make_report
 from lightning_lap2.callback.session import FitSession, Resumed
@@ -269,14 +270,15 @@ class Lap2Core:
             session.end()
 
     def _output_directory(self, trainer: Any) -> Path | None:
-        """Where the report and the journal go: the logger's folder, else the checkpoints', else nowhere."""
+        """Where the report and the journal go: the logger's folder, else the checkpoints', else (or if that is a
+        URL) nowhere."""
         if trainer.loggers:
             directory = trainer.log_dir
-            return None if directory is None else Path(directory)
+            return None if directory is None else local_path(directory)
         for callback in trainer.checkpoint_callbacks:
             directory = getattr(callback, "dirpath", None)
             if directory is not None:
-                return Path(directory)
+                return local_path(directory)
         return None
 
     # -- checkpoint -----------------------------------------------------------------------------------------------

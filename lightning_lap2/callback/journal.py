@@ -83,6 +83,11 @@ class Journal:
             raise OSError(f"short write to {self.path}")
 
 
+def local_path(path: str | os.PathLike[str]) -> Path | None:
+    """``path``, or ``None`` for a URL of another file system (``s3://...``), to which nothing can be appended."""
+    return None if "://" in str(path) else Path(path)
+
+
 def releases_beyond(path: Path, run: str, known: int, *, noted: bool = True) -> list[Charge]:
     """Charges of the releases numbered ``known`` and up that run ``run`` made, in order.
 
@@ -109,6 +114,15 @@ def releases_beyond(path: Path, run: str, known: int, *, noted: bool = True) -> 
     if noted and not seen:
         raise ValueError(f"{path} holds no releases of the run {run} that this checkpoint belongs to")
     return [] if closed else [charges[i] for i in sorted(charges) if i >= known]
+
+
+def has_run(path: Path, run: str) -> bool:
+    """Whether the file is there and holds notes of run ``run``.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    return path.is_file() and any(header["run"] == run for header, _ in _segments(path))
 
 
 def is_open(path: Path, run: str) -> bool:

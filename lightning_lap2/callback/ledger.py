@@ -5,13 +5,13 @@ A ledger is charged *before* the parameters change, so that a crash over-counts 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_lap2 import _validate
 from lightning_lap2.accounting import MajorizedAccountant
-from lightning_lap2.callback.journal import FILE_NAME, Charge, Journal, is_open, releases_beyond
+from lightning_lap2.callback.journal import FILE_NAME, Charge, Journal, has_run, is_open, releases_beyond
 from lightning_lap2.callback.settings import Settings
 
 STATE_VERSION = 1
@@ -73,6 +73,22 @@ class Ledger:
         self.releases += 1
 
     # -- journal --------------------------------------------------------------------------------------------------
+
+    def find_journal(self, folders: Iterable[Path]) -> bool:
+        """Looks for the loaded checkpoint's journal: where it was written, else in ``folders`` (a run's folder may
+        have been moved). False if it is lost: what the run released after the checkpoint cannot be known.
+
+        Raises:
+            ValueError: a journal is damaged.
+        """
+        if self._origin is None:
+            return True
+        path, run, noted = self._origin
+        for candidate in (path, *(folder / FILE_NAME for folder in folders)):
+            if has_run(candidate, run):
+                self._origin = Origin(candidate, run, noted)
+                return True
+        return path.is_file() or not noted
 
     def owed(self) -> list[Charge]:
         """Releases that the loaded checkpoint's run made after it was written, from that run's journal.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_lap2.callback import refusals
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
+from lightning_lap2.callback.journal import FILE_NAME, local_path
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.patches import Patches, muted_loggers
 from lightning_lap2.callback.plan import Horizon, Plan, affordable_charges, horizon, make_plan, summary
@@ -170,13 +171,26 @@ class FitSession:
         """Refuses an untracked checkpoint, and charges what a killed run released after its checkpoint."""
         if self.trainer.ckpt_path is not None and not self.checkpoint_seen:
             self.untracked_checkpoint()
-        owed = self.ledger.owed() if self.trainer.is_global_zero else []
-        owed = self.trainer.strategy.broadcast(owed)
+        found, owed = True, []
+        if self.trainer.is_global_zero:
+            found, owed = self.ledger.find_journal(self._beside_checkpoint()), self.ledger.owed()
+        found, owed = self.trainer.strategy.broadcast((found, owed))
         self.ledger.settle(owed)
+        if not found:
+            lost = (
+                "the journal of the run that saved the checkpoint was not found; had that run been killed, what it "
+                "released after the checkpoint would be missing from the ledger"
+            )
+            self.ledger.add_caveat(lost)
+            self._warn(f"{lost}. Keep {FILE_NAME} beside the checkpoints or in the folder above them")
         if owed:
             self._say(
                 f"{len(owed)} releases made after the checkpoint by a run that was killed are charged to the ledger"
             )
+
+    def _beside_checkpoint(self) -> list[Path]:
+        checkpoint = None if self.trainer.ckpt_path is None else local_path(self.trainer.ckpt_path)
+        return [] if checkpoint is None else list(checkpoint.resolve().parents[:2])
 
     def untracked_checkpoint(self) -> None:
         """A checkpoint without our state: its training may have spent any amount.
@@ -310,7 +324,7 @@ class FitSession:
     def before_checkpoint(self) -> None:
         """A checkpoint is about to be saved: from now on releases must be in a journal, wherever it lies."""
         if self.trainer.is_global_zero and not self.ledger.has_journal:
-            self.ledger.open_journal(Path(self.trainer.default_root_dir))
+            self.ledger.open_journal(local_path(self.trainer.default_root_dir))
 
     def _refuse_feedback(self, logged: frozenset[str] | set[str], *, refuse: bool = True) -> None:
         sentences = refusals.feedback(self._watched, logged)

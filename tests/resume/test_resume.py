@@ -443,10 +443,28 @@ def test_journal_of_a_run_without_a_logger_or_checkpoint_callback(tmp_path: Path
     assert start_of(tmp_path / "own.ckpt") == 8
 
 
-def test_missing_journal_is_taken_as_nothing_owed(tmp_path: Path) -> None:
+def test_missing_journal_is_named_in_the_report(tmp_path: Path) -> None:
     interrupted(tmp_path, 8)
     (tmp_path / "privacy_journal.txt").unlink()
-    assert start_of(tmp_path / "step=5.ckpt") == 5
+    with pytest.warns(UserWarning, match="journal of the run that saved the checkpoint was not found"):
+        callback = resume(tmp_path / "step=5.ckpt")
+    assert callback.steps == 32
+    assert any("journal of the run" in caveat for caveat in callback.report().caveats)
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints"])
+def test_journal_of_a_moved_folder_is_found(tmp_path: Path, below: str) -> None:
+    """Beside the checkpoint, or above it, as a logger's version folder has it."""
+    (tmp_path / "run" / below).mkdir(parents=True)
+    interrupted(tmp_path / "run" / below, 8)
+    if below:
+        (tmp_path / "run" / below / "privacy_journal.txt").rename(tmp_path / "run" / "privacy_journal.txt")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    checkpoint = tmp_path / "moved" / below / "step=5.ckpt"
+    assert start_of(checkpoint) == 8
+    interrupted(tmp_path / "new", 7, every=1000, path=checkpoint)
+    assert start_of(checkpoint) == 10, "the moved journal is continued where it lies now"
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("damage", ["garbage\n....\n", '\n{"run": "another", "start": 0, "charge": {}}\n....\n', ""])
