@@ -56,8 +56,8 @@ def last_affordable(cost: Callable[[int], float], budget: float, limit: int) -> 
         if high >= limit:
             return math.inf
         low, low_cost = high, high_cost
-        growth = (budget / low_cost) ** (1.0 / 0.6) if low_cost > 0.0 else math.inf  # cost grows about as k^0.6
-        high = min(limit, max(low + 1, int(low * min(64.0, max(2.0, 1.05 * growth)))))
+        ratio = min(budget / low_cost, 100.0) if low_cost > 0.0 else 100.0
+        high = min(limit, max(low + 1, int(low * min(64.0, max(2.0, 1.05 * ratio ** (1.0 / 0.6))))))
         high_cost = cost(high)
     bracket = _Bracket(budget, (low, low_cost), (high, high_cost))
     while high - low > 1:
@@ -80,7 +80,7 @@ def smallest_safe(
     """Smallest x > 0, up to a relative ``rtol`` above, with ``cost(x) <= budget`` for nonincreasing ``cost``.
 
     The bracket grows from ``start`` by ``growth``, its square, and so on. Returns ``math.inf`` where even ``ceiling``
-    is too little and 0.0 where 1 / ceiling is enough. Any other answer has been evaluated: cost(answer) <= budget.
+    is too little and 1 / ceiling where that is enough. A finite answer has been evaluated: cost(answer) <= budget.
     """
     low, high = start, start
     low_cost = high_cost = cost(start)
@@ -94,7 +94,7 @@ def smallest_safe(
     factor = growth
     while low_cost <= budget:
         if low <= 1.0 / ceiling:
-            return 0.0
+            return low
         high, high_cost = low, low_cost
         low, factor = max(1.0 / ceiling, low / factor), factor * factor
         low_cost = cost(low)

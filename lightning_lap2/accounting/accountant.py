@@ -147,8 +147,8 @@ class MajorizedAccountant:
         if self.bound != "published":
             value = min(value, pure_delta(self._pure(), eps))
             route = self._domination()
-            if route is not None and route.usable(value):
-                value = min(value, route.delta(eps))
+            if route is not None:
+                value = min(value, route.delta(eps, value))
         return min(1.0, bare + (1.0 - bare) * value)
 
     def best_order(self, delta: float) -> float:

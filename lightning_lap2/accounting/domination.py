@@ -23,6 +23,10 @@ from lightning_lap2.accounting.release import Release
 
 MAX_PARAMETER = 64.0
 """Pairs further apart than this cost an epsilon in the hundreds a step; the other routes serve them."""
+MIN_RATE, MIN_PARAMETER = 1e-14, 1e-12
+"""Below these the losses of one step drown in the rounding of its probabilities."""
+MAX_STEPS = 10**8
+"""Beyond this a grid that fits into memory is wider than the loss of one step."""
 MAX_PAIRS = 32
 """More distinct pairs than this (a schedule that changes at every step) are left to the moments."""
 _STEP_POINTS, _TOTAL_POINTS = 2.0**15, 2.0**19
@@ -81,17 +85,21 @@ class Pair:
 
 
 def dominating_pair(release: Release, mechanism: str) -> Pair:
-    """The pair of a release that is neither free nor bare. Blocks add in squares of mu."""
+    """The pair of a release that is neither free nor bare. Blocks add in squares of mu.
+
+    A rate within 1e-9 of 1 is rounded up to 1, which costs more, because its losses cannot be resolved.
+    """
     blocks = release.blocks
+    rate = release.sample_rate if release.sample_rate < 1.0 - 1e-9 else 1.0
     if mechanism == "laplace_l1" and len(blocks) == 1:
-        return Pair(blocks[0][1], release.sample_rate, laplace=True)
+        return Pair(blocks[0][1], rate, laplace=True)
     if mechanism == "gaussian":
         parameters = [rho for _, rho in blocks]
     elif mechanism == "laplace_l1":
         parameters = [laplace_gdp(rho) for _, rho in blocks]
     else:
         parameters = [_even_spread_gdp(n, rho) for n, rho in blocks]
-    return Pair(math.hypot(*parameters) * (1.0 + 1e-15), release.sample_rate)
+    return Pair(math.hypot(*parameters) * (1.0 + 1e-15), rate)
 
 
 def _even_spread_gdp(n: float, rho: float) -> float:
@@ -113,7 +121,7 @@ class Composition:
         square = 0.0
         for pair, steps in counts.items():
             if pair.rate == 1.0 and not pair.laplace:
-                square += steps * pair.parameter**2
+                square += steps * (pair.parameter * pair.parameter)
             elif steps:
                 merged[pair] = merged.get(pair, 0) + steps
         self._gaussian = math.sqrt(square) * (1.0 + 1e-15)
@@ -121,11 +129,15 @@ class Composition:
         self._distribution: Any = None
 
     def usable(self, delta: float) -> bool:
-        """Whether this route can give a number at ``delta``: it is neither too far apart nor lost in rounding."""
-        if not 0.0 < delta < 1.0 or self._gaussian > MAX_PARAMETER or len(self._sampled) > MAX_PAIRS:
-            return False
-        far = any(pair.parameter > MAX_PARAMETER for pair in self._sampled)
-        return not far and self._slack() < 0.02 * delta
+        """Whether this route has an epsilon at ``delta``."""
+        return 0.0 < delta < 1.0 and (self._total_variation() <= delta or self._resolves(delta))
+
+    def _resolves(self, delta: float) -> bool:
+        """Whether the numerical composition means something near ``delta``: not too far apart, above rounding."""
+        clear = all(p.rate >= MIN_RATE and p.parameter >= MIN_PARAMETER for p in self._sampled)
+        far = max([self._gaussian, *(p.parameter for p in self._sampled)]) > MAX_PARAMETER
+        small = len(self._sampled) <= MAX_PAIRS and sum(self._sampled.values()) <= MAX_STEPS
+        return clear and not far and small and self._slack() < 0.02 * delta
 
     def hopeless(self, delta: float, rival: float) -> bool:
         """Whether epsilon would surely be no better than ``rival``: a screen that saves time, never validity.
@@ -149,13 +161,16 @@ class Composition:
             value = float(self._pld().get_epsilon_for_delta(delta - self._slack()))
         return max(value, 0.0) * (1.0 + 1e-12)
 
-    def delta(self, eps: float) -> float:
-        """Upper bound on delta at ``eps``."""
+    def delta(self, eps: float, rival: float = 1.0) -> float:
+        """Upper bound on delta at ``eps``; at worst ``rival``, an upper bound known otherwise."""
+        best = min(rival, self._total_variation())
+        if not self._resolves(min(best, 0.5)):
+            return best
         if not self._sampled:
-            return gdp_delta(self._gaussian, eps)
+            return min(best, gdp_delta(self._gaussian, eps))
         with np.errstate(all="ignore"):
             value = float(self._pld().get_delta_for_epsilon(eps))
-        return min(1.0, value + self._slack())
+        return min(best, value + self._slack())
 
     def _total_variation(self) -> float:
         sampled = sum(t * p.total_variation for p, t in self._sampled.items())
@@ -193,9 +208,22 @@ def _compose(parts: Iterable[tuple[Pair, int]], interval: float) -> Any:
     total: Any = None
     for pair, steps in parts:
         single = _single_step(pair, interval)
-        several = single.self_compose(steps) if steps > 1 else single
-        total = several if total is None else total.compose(several)
+        for several in _repeat(single, steps):
+            total = several if total is None else total.compose(several)
     return total
+
+
+def _repeat(single: Any, steps: int) -> list[Any]:
+    """``single`` composed ``steps`` times, as one or two factors.
+
+    A short distribution is kept as a table by ``dp-accounting``, which then forms the integer size**steps: large
+    powers are taken in two stages.
+    """
+    stage = 1 << 16
+    if steps <= stage:
+        return [single.self_compose(steps) if steps > 1 else single]
+    factors = [single.self_compose(stage).self_compose(steps // stage)]
+    return factors + (_repeat(single, steps % stage) if steps % stage else [])
 
 
 @lru_cache(maxsize=64)

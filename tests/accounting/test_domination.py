@@ -188,3 +188,28 @@ def test_grid_width_and_refusals() -> None:
     assert not Composition({Pair(1.0, 0.1): 1}).usable(0.0)
     fine = Composition({Pair(0.5, 0.01): 100})
     assert fine._interval() <= Pair(0.5, 0.01).loss_deviation / 32.0
+
+
+def test_large_powers_are_taken_in_stages() -> None:
+    """A short distribution to a large power: dp-accounting alone would form the integer size**steps."""
+    pair = Pair(2e-3, 1e-3)
+    route = Composition({pair: 3 * 10**6 + 17})
+    limit = gdp_epsilon(math.sqrt(3e6) * pair.loss_deviation, 1e-5)  # the central limit
+    assert route.epsilon(1e-5) == pytest.approx(limit, rel=2e-2)
+    assert not Composition({pair: 10**10}).usable(0.5)
+
+
+def test_rates_at_the_edge_of_a_float() -> None:
+    for rate in [5e-324, 1e-200, 1e-13, 1.0 - 2**-53, 1.0 - 1e-8]:
+        pair = dominating_pair(Release(0.8, rate, 100), "laplace")
+        assert pair.rate >= rate
+        route = Composition({pair: 3})
+        assert 0.0 <= route.delta(0.01) <= 1.0
+        if route.usable(1e-6):
+            assert route.epsilon(1e-6) >= 0.0
+
+
+def test_delta_never_exceeds_what_is_known_otherwise() -> None:
+    route = Composition({Pair(100.0, 0.1): 1})
+    assert route.delta(1.0, rival=0.03) == 0.03
+    assert route.delta(1.0) == pytest.approx(0.1)  # the total variation distance
