@@ -213,3 +213,15 @@ def test_delta_never_exceeds_what_is_known_otherwise() -> None:
     route = Composition({Pair(100.0, 0.1): 1})
     assert route.delta(1.0, rival=0.03) == 0.03
     assert route.delta(1.0) == pytest.approx(0.1)  # the total variation distance
+
+
+def test_even_spread_is_not_the_worst_for_total_variation() -> None:
+    """Why the loss distribution of the even spread alone is no accountant: n = 2, rho = 1/2, delta at epsilon 0."""
+    x = 0.5 / math.sqrt(2.0)
+    nodes, weights = np.polynomial.legendre.leggauss(400)
+    z = 0.5 * x * (nodes + 1.0)
+    loss = np.concatenate([[x], x - 2.0 * z, [-x]])
+    mass = np.concatenate([[0.5], 0.25 * x * weights * np.exp(-z), [0.5 * math.exp(-x)]])
+    even = sum(m * laplace_delta(x, -v) for m, v in zip(mass, loss, strict=True))
+    assert laplace_delta(0.5, 0.0) == pytest.approx(0.221, abs=5e-4)
+    assert even == pytest.approx(0.174, abs=1e-3)
