@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +21,12 @@ from lightning_lap2.gradients.ghost.combine import merge, squares_of_sum
 from lightning_lap2.gradients.ghost.graph import Use, Walk
 from lightning_lap2.gradients.ghost.numerics import row_squares
 from lightning_lap2.gradients.ghost.rules import RULES, Scope
+from lightning_lap2.gradients.ghost.shares import own_per_share
 from lightning_lap2.gradients.ghost.sources import Pulled, term_of_parameter
+from lightning_lap2.gradients.ghost.state import kept_tensors, refuse_written
 from lightning_lap2.gradients.ghost.terms import Dense, Term
 from lightning_lap2.gradients.parameters import ParameterLayout
+from lightning_lap2.gradients.tracing import batch_statistics_refused, refuse_layers
 
 
 class GhostEngine(Engine):
@@ -34,8 +38,9 @@ class GhostEngine(Engine):
     clipping the weighted sum. Per-example gradients are held only where they are no larger than the activations.
 
     The loss must be the mean over the batch of per-example losses: an example's gradient is then B times its share
-    of the batch gradient. Losses that mix examples or reduce otherwise cannot be seen in the graph; the self-check
-    against the loop engine at fit start refuses them.
+    of the batch gradient. A cross entropy with ignored labels or class weights, returned as it is, becomes each
+    example's own mean (:mod:`shares`). Losses that mix examples or reduce otherwise cannot be seen in the graph; the
+    self-check against the loop engine at fit start refuses them.
 
     Args:
         module: as for every engine.
@@ -58,57 +63,61 @@ class GhostEngine(Engine):
         self._dims = BatchDims()
 
     def accumulate(self, call: StepCall, layout: ParameterLayout, clipper: Clipper, total: Tensor) -> Any:
-        refuse_modules(self.module)
-        versions = [p._version for p in layout.parameters]
-        with torch.enable_grad(), unfused_lstm(self.module), call.context():
+        if clipper.norm != "l2":
+            raise UnsupportedModelError(
+                f'engine="ghost" computes l2 norms, but clipping is by {clipper.norm}. Use engine="vmap".'
+            )
+        refuse_layers(self.module, vmapped=False)
+        before = kept_tensors(self.module)
+        with torch.enable_grad(), batch_statistics_refused(), unfused_lstm(self.module), call.context():
             output = self.module.training_step(*call.args)  # type: ignore[operator]
-        for name, parameter, version in zip(layout.names, layout.parameters, versions, strict=True):
-            if parameter._version != version:
-                raise UnsupportedModelError(
-                    f"training_step changes parameter {name!r} in place (Embedding(max_norm=...)?): the change "
-                    f"would leave the model without noise. Remove it."
-                )
+        refuse_written(self.module, before)
         loss = loss_of(output)
         if loss is not None and call.count > 0:
-            terms = self._terms(loss, layout, call.count, total.dtype)
+            found = self._collect(loss, layout, call.count, total.dtype)
             with torch.no_grad(), full_precision():
-                self._clip(terms, layout, clipper, total, call.count)
+                found.add_clipped(layout, clipper, total, call.count)
         return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
 
-    def _terms(
-        self, loss: Tensor, layout: ParameterLayout, count: int, dtype: torch.dtype
-    ) -> dict[int, tuple[list[Term], Tensor]]:
-        """For each parameter used: its uses and the squared norms ``[B]`` of their sum, both of gradients of the
-        batch loss."""
+    def _collect(self, loss: Tensor, layout: ParameterLayout, count: int, dtype: torch.dtype) -> Collected:
+        """Runs the backward of ``loss``."""
         if count == 1:
             return _single_example(loss, layout, dtype)
         self._dims.start(count)
         index = {id(p): k for k, p in enumerate(layout.parameters)}
         walk = Walk(index, layout.names, self._dims, RULES.__contains__)
         uses = walk.run(loss.grad_fn)
+        factor = own_per_share(loss.grad_fn, walk)
         collector = Collector(Scope(walk, dtype), layout, uses)
         collector.backward(loss)
         self._dims.finish()
-        return collector.finish()
+        return collector.finish(factor)
 
-    def _clip(
-        self,
-        terms: dict[int, tuple[list[Term], Tensor]],
-        layout: ParameterLayout,
-        clipper: Clipper,
-        total: Tensor,
-        count: int,
-    ) -> None:
-        """``total += sum_b weight_b g_b`` with g_b = B times the gradient of b's share of the batch loss."""
+
+@dataclass
+class Collected:
+    """One backward's harvest.
+
+    Attributes:
+        terms: for each parameter used its uses and the squared norms ``[B]`` of their sum; gradients of each
+            example's share of the batch loss.
+        factor: from that to the example's gradient, see :func:`own_per_share`.
+    """
+
+    terms: dict[int, tuple[list[Term], Tensor]]
+    factor: Tensor | float
+
+    def add_clipped(self, layout: ParameterLayout, clipper: Clipper, total: Tensor, count: int) -> None:
+        """``total += sum_b weight_b g_b``."""
         norms = torch.zeros(len(layout.parameters), count, dtype=torch.float64, device=total.device)
-        for k, (_, squares) in terms.items():
-            norms[k] = squares.clamp_min(0).sqrt() * count  # nan stays nan
+        for k, (_, squares) in self.terms.items():
+            norms[k] = squares.clamp_min(0).sqrt() * self.factor  # nan stays nan
         bad = ~torch.isfinite(norms).all(dim=0)
         norms[:, bad] = torch.inf
-        weights = (clipper.weights(norms) * count).to(total.dtype)
+        weights = (clipper.weights(norms) * self.factor).to(total.dtype)
         discarded = bad.nonzero()[:, 0] if bool(bad.any()) else None
         views = layout.views(total)
-        for k, (uses, _) in terms.items():
+        for k, (uses, _) in self.terms.items():
             for use in uses:
                 if discarded is not None:
                     use.discard(discarded)
@@ -165,7 +174,7 @@ class Collector:
                     if self._expected[k] == 1 and not isinstance(own, Pulled):
                         self.squares[k] = own.squares()
 
-    def finish(self) -> dict[int, tuple[list[Term], Tensor]]:
+    def finish(self, factor: Tensor | float) -> Collected:
         """All terms with the squared norms of their sums, ordered by parameter."""
         result = {}
         with torch.no_grad(), full_precision():
@@ -174,14 +183,14 @@ class Collector:
                     terms = merge(terms)
                     self.squares[k] = squares_of_sum(terms)
                 result[k] = (terms, self.squares[k])
-        return result
+        return Collected(result, factor)
 
 
-def _single_example(loss: Tensor, layout: ParameterLayout, dtype: torch.dtype) -> dict[int, tuple[list[Term], Tensor]]:
+def _single_example(loss: Tensor, layout: ParameterLayout, dtype: torch.dtype) -> Collected:
     """A batch of one: its gradient is the batch gradient."""
     grads = torch.autograd.grad(loss, layout.parameters, allow_unused=True)
     dense = {k: g.detach().to(dtype)[None] for k, g in enumerate(grads) if g is not None}
-    return {k: ([Dense(g)], row_squares(g.reshape(1, -1))) for k, g in dense.items()}
+    return Collected({k: ([Dense(g)], row_squares(g.reshape(1, -1))) for k, g in dense.items()}, 1)
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -208,19 +217,8 @@ def unfused_lstm(module: nn.Module) -> Iterator[None]:
     if not any(isinstance(child, nn.LSTM) for child in module.modules()):
         yield
         return
-    with torch.backends.mkldnn.flags(enabled=False):
+    before = torch.backends.mkldnn.set_flags(_enabled=False)
+    try:
         yield
-
-
-def refuse_modules(module: nn.Module) -> None:
-    """Refuses layers that the graph does not give away.
-
-    Raises:
-        UnsupportedModelError: BatchNorm in training mode, even frozen: it mixes examples.
-    """
-    for name, child in module.named_modules():
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
-            raise UnsupportedModelError(
-                f"Layer {name!r} is {type(child).__name__} in training mode: it mixes examples, and its running "
-                f"statistics leave the model without noise. Use nn.GroupNorm, or put it in eval()."
-            )
+    finally:
+        torch.backends.mkldnn.set_flags(_enabled=before[0])

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Recording, Step, assert_equals_loop, per_example
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lap2.gradients import FlatClipper, ParameterLayout, StepCall, UnsupportedModelError
 from lightning_lap2.gradients.ghost import GhostEngine
+from tests.gradients.ghost.oracle import Recording, Step, assert_equals_loop, per_example
 
 B = 6
 
@@ -249,12 +249,28 @@ class Unknown(nn.Module):
 
 
 class MaxNorm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, max_norm: float | None = 0.1) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(5, 3, max_norm=0.1)
+        self.tokens = nn.Embedding(5, 3, max_norm=max_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.tokens(x.argmax(1) % 5)
+
+
+class RunningLoss(Step):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.running = torch.ones(())
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        loss = super().training_step(batch)
+        self.running = 0.9 * self.running + 0.1 * loss.detach()
+        return loss / self.running
+
+
+class FunctionalMaxNorm(MaxNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.embedding(x.argmax(1) % 5, self.tokens.weight, max_norm=0.1)
 
 
 @pytest.mark.parametrize(
@@ -265,10 +281,12 @@ class MaxNorm(nn.Module):
         (Step(Checkpointed(True)), (6,), r"use_reentrant=True.*engine=.loop"),
         (Step(Checkpointed(False)), (6,), r"activation checkpointing.*engine=.loop"),
         (Step(Unknown()), (6,), r"'net\.bilinear\.weight'.*engine=.vmap"),
-        (Step(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))), (6,), r"'net\.1' is BatchNorm1d.*nn.GroupNorm"),
-        (Step(MaxNorm()), (6,), r"'net\.tokens\.weight' in place.*max_norm"),
+        (Step(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))), (6,), r"BatchNorm1d 'net\.1'.*nn.GroupNorm"),
+        (RunningLoss(nn.Linear(6, 3)), (6,), r"training_step writes 'running'.*past the clipping"),
+        (Step(FunctionalMaxNorm(None)), (6,), r"training_step writes 'net\.tokens\.weight'"),
+        (Step(MaxNorm()), (6,), r"Embedding 'net\.tokens'.*max_norm"),
     ],
-    ids=["folded", "penalty", "reentrant", "checkpoint", "bilinear", "batch norm", "max_norm"],
+    ids=["folded", "penalty", "reentrant", "checkpoint", "bilinear", "batch norm", "running", "functional", "max_norm"],
 )
 def test_refusals_name_the_parameter_and_the_way_out(module: nn.Module, x: tuple[int, ...], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import Step, assert_equals_loop
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.gradients.ghost.oracle import Step, assert_equals_loop
 
 B = 5
 
