@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mechanism", type=str, default="laplace", help="laplace, gaussian or laplace_l1")
     parser.add_argument("--out", type=str, default="demo_logs", help="folder for TensorBoard logs and the report")
     args = parser.parse_args(argv)
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*(does not have many workers|LeafSpec).*")
 
     print(f"\n--- plain: {args.epochs} epochs")
     plain, _ = fit("plain", args.out, args.epochs, args.batch_size, [])

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=str, default="runs", help="folder for the TensorBoard log and the report")
     parser.add_argument("--csv", type=str, default=None, help="append a row of results to this file")
     args = parser.parse_args(argv)
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*(does not have many workers|LeafSpec).*")
 
     L.seed_everything(args.seed, verbose=False)
     privacy = Lap2Privacy(args.eps, args.delta, args.max_grad_norm, mechanism=args.mechanism, engine=args.engine)
