@@ -17,7 +17,8 @@ from lightning_lap2.gradients import Engine, ParameterLayout, StepCall, Unsuppor
 from lightning_lap2.gradients.batches import take_apart
 from lightning_lap2.gradients.preflight import preflight
 
-_RECORDS = 8
+# records the preflight is given, and records looked at to find unlike ones among them
+_RECORDS, _CANDIDATES = 8, 64
 _SEEDS = range(5)
 
 
@@ -40,10 +41,8 @@ def check_step(trainer: Any, module: Any, engine: Engine, layout: ParameterLayou
     """
     if isinstance(loader.dataset, IterableDataset):
         return Checked(("whether examples mix was not checked: an IterableDataset has no records to look at twice",))
-    size = len(loader.dataset)  # type: ignore[arg-type]
-    count = min(_RECORDS, size)
-    records = [loader.dataset[index * size // count] for index in range(count)]
     collate = loader.collate_fn
+    records = _unlike_records(loader.dataset, collate)
 
     def transfer(batch: Any) -> Any:
         batch = trainer.precision_plugin.convert_input(batch)
@@ -57,6 +56,23 @@ def check_step(trainer: Any, module: Any, engine: Engine, layout: ParameterLayou
     _refuse_mixed_rows(records, lambda chosen: transfer(collate(chosen)))
     result = preflight(engine, module, layout, records=records, collate=collate, call=call)
     return Checked(result.notes, result.logged_names)
+
+
+def _unlike_records(dataset: Any, collate: Callable[[list[Any]], Any]) -> list[Any]:
+    """A few records spread over the data set, the most unlike first: sequences padded to one length differ in how
+    many tokens they have, which is what an unequally weighted loss (a mean over tokens) shows on."""
+    size = len(dataset)
+    count = min(_CANDIDATES, size)
+    candidates = [dataset[index * size // count] for index in range(count)]
+    ranked = sorted(candidates, key=lambda record: _content(collate([record])))
+    spread = [ranked[index * (count - 1) // max(1, min(_RECORDS, count) - 1)] for index in range(min(_RECORDS, count))]
+    return [spread[0], spread[-1], *spread[1:-1]] if len(spread) > 1 else spread
+
+
+def _content(batch: Any) -> int:
+    """How much a batch of one holds besides padding: non-zero and distinct entries of its integer tensors."""
+    whole = [t for t in take_apart(batch).tensors if not t.is_floating_point() and not t.is_complex()]
+    return sum(int(t.count_nonzero()) + t.unique().numel() for t in whole)
 
 
 def _refuse_mixed_rows(records: list[Any], batch_of: Callable[[list[Any]], Any]) -> None:

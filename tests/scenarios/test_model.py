@@ -243,3 +243,24 @@ def test_self_check_reaches_no_logger(tmp_path: Any) -> None:
     logger.experiment.log_metrics = spy  # type: ignore[method-assign]
     trainer(Lap2Privacy(eps=1.0, engine="loop"), max_epochs=1, logger=logger).fit(Direct(), loader())
     assert len(seen) == 8
+
+
+def test_token_weighted_loss_is_found_though_only_some_records_differ() -> None:
+    """One record in eight is short; all are padded to one length. The mean over tokens weights them unequally, which
+    engine='ghost' must refuse (a record's share would change with its batch mates) and engine='vmap' notes."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 10, (64, 12), generator=generator)
+    tokens[5::8, 4:] = 0
+
+    class Language(Tied):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            (ids,) = batch
+            logits = self.head(self.frozen(self.embedding(ids[:, :-1])))
+            return nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], ignore_index=0)
+
+    rows = DataLoader(TensorDataset(tokens), batch_size=8)
+    with pytest.raises(UnsupportedModelError, match="unequally weighted mean"):
+        trainer(Lap2Privacy(eps=1.0, engine="ghost"), max_epochs=1).fit(Language(), rows)
+    callback = Lap2Privacy(eps=1.0)
+    trainer(callback, max_epochs=1).fit(Language(), rows)
+    assert any("weights the examples of a batch unequally" in text for text in callback.report().caveats)
