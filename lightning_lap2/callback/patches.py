@@ -1,6 +1,6 @@
 """Everything that is patched in Lightning, in one place, undone in one place.
 
-Four instance attributes are set for the length of one fit (no class is ever touched):
+Five instance attributes are set for the length of one fit (no class is ever touched):
 
 ``trainer.strategy.process_dataloader``
     the train loader is replaced by a Poisson one. Here, because it runs after Lightning's own sampler injection and
@@ -15,6 +15,8 @@ Four instance attributes are set for the length of one fit (no class is ever tou
     the engine runs the user's ``training_step`` for per-example gradients. No public hook lies between "batch ready"
     and "backward"; the module itself stays unpatched, and DistributedDataParallel.forward is never entered, so its
     reducer is never armed.
+``trainer.strategy.all_gather``
+    refused inside ``training_step`` on several ranks: it would bring other ranks' examples into a loss.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ the user's optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,7 @@ from lightning_lap2.callback.selfcheck import Checked, check_step
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.callback.spending import Spending
 from lightning_lap2.callback.window import Window, distributed_sum, release_
-from lightning_lap2.gradients import Engine, FlatClipper, ParameterLayout, StepCall
+from lightning_lap2.gradients import Engine, FlatClipper, ParameterLayout, StepCall, UnsupportedModelError
 from lightning_lap2.gradients.batches import rows
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.mechanism import Mechanism
@@ -92,6 +93,7 @@ class FitSession:
         self.directory: Path | None = None
         self.checked = Checked()
         self._part: Part | None = None
+        self._in_step = False
         self._flags: list[bool] = []
         self._pass_charged = False
         self._watched: dict[str, str] = {}
@@ -109,7 +111,7 @@ class FitSession:
         refusals.check_trainer(self.trainer, self.pl)
         refusals.check_module(self.module)
         strategy, fit_loop = self.trainer.strategy, self.trainer.fit_loop
-        process, setup = strategy.process_dataloader, fit_loop.setup_data
+        process, setup, gather = strategy.process_dataloader, fit_loop.setup_data, strategy.all_gather
 
         def process_dataloader(loader: Any) -> Any:
             loader = process(loader)
@@ -121,9 +123,18 @@ class FitSession:
             if fit_loop._combined_loader is not None and fit_loop._combined_loader is not before:
                 self.data_ready()
 
+        def all_gather(*args: Any, **options: Any) -> Any:
+            if self._in_step and self.trainer.world_size > 1:
+                raise UnsupportedModelError(
+                    "training_step calls self.all_gather, which mixes the examples of all ranks (and would wait for "
+                    "ranks that drew fewer): log with sync_dist=True, or gather in on_train_batch_end"
+                )
+            return gather(*args, **options)
+
         self.patches.shadow(strategy, "process_dataloader", process_dataloader)
         self.patches.shadow(fit_loop, "setup_data", setup_data)
         self.patches.shadow(strategy, "training_step", self.training_step)
+        self.patches.shadow(strategy, "all_gather", all_gather)
         self.patches.shadow(fit_loop.epoch_loop, "on_run_start", self._epoch_starter(fit_loop.epoch_loop))
 
     def end(self) -> None:
@@ -312,7 +323,7 @@ class FitSession:
         if not self.planned_steps:
             return
         assert self.data is not None
-        with muted_loggers(self.trainer, self.pl):
+        with muted_loggers(self.trainer, self.pl), self._user_code():
             self.checked = check_step(self.trainer, self.module, self.engine, self.window.layout, self.data.source)
         self._refuse_feedback(self.checked.logged_names)
 
@@ -398,8 +409,18 @@ class FitSession:
         if self.window.begins(part):
             self._new_window()
         call = StepCall(args, part.count, self.trainer.precision_plugin.train_step_context)
-        output = self.engine.accumulate(call, self.window.layout, self.clipper, self.window.open(part))
+        with self._user_code():
+            output = self.engine.accumulate(call, self.window.layout, self.clipper, self.window.open(part))
         return _with_leaf_loss(output, self.window.layout.device)
+
+    @contextmanager
+    def _user_code(self) -> Iterator[None]:
+        """Marks that the user's ``training_step`` runs, where ranks must not meet."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
 
     def _new_window(self) -> None:
         layout = self.window.layout
