@@ -1,9 +1,9 @@
 """Which dimension of an activation is the batch.
 
 A node of the graph knows sizes, not meanings: the batch is the dimension whose size is the number of examples.
-Where two have that size (sequence length equal to the batch), what was seen for the same use at another batch
-size decides. The self-check at fit start, which compares with the loop engine, is what proves the choice: a wrong
-one gives other norms and is refused. Later calls can then only repeat a proven choice or be refused.
+Where two have that size (sequence length equal to the batch), what was seen for the same use before decides. The
+self-check at fit start, which compares with plain autograd, is what proves the choice: a wrong one gives other norms
+and is refused. Afterwards a use must have its batch where it was, or is refused.
 """
 
 from __future__ import annotations
@@ -40,27 +40,32 @@ class BatchDims:
             optional: whether the tensor may have no batch dimension (position indices): ``NO_BATCH``.
 
         Raises:
-            UnsupportedModelError: none has the right size, or several have and nothing seen before decides.
+            UnsupportedModelError: none has the right size; several have and nothing seen before decides; or the
+                one that has is not where the batch was in the first call.
         """
         seen = self._seen.setdefault(key, set())
-        if not candidates:
-            if optional:
-                seen.add(NO_BATCH)
-                return NO_BATCH
+        possible = [*candidates, NO_BATCH] if optional else list(candidates)
+        if not possible:
             raise UnsupportedModelError(
                 f"{what}: no dimension has the size of the batch ({self.examples}), so its rows cannot be told "
                 f'apart by example (patches or time steps folded into the batch?). Use engine="vmap".'
             )
-        if len(candidates) == 1 and not (optional and seen):
-            seen.add(candidates[0])
-            return candidates[0]
-        known = seen & {*candidates, NO_BATCH}
-        if len(known) == 1:
-            return known.pop()
-        if not known and (self._first_call or len(candidates) == 1):
-            seen.add(candidates[0])
-            return candidates[0]
-        raise UnsupportedModelError(
-            f"{what}: dimensions {list(candidates)} all have the size of the batch ({self.examples}), and nothing "
-            f'seen before tells which is the batch. Use another batch size or engine="vmap".'
-        )
+        if self._first_call or not seen:
+            return self._first_sight(seen, possible, len(candidates), what)
+        known = seen.intersection(possible)
+        if len(known) != 1:
+            raise UnsupportedModelError(
+                f"{what}: the batch ({self.examples} examples) lies along one of the dimensions {possible}, where "
+                f'the first batches had it along {sorted(seen)}. Use engine="vmap".'
+            )
+        return known.pop()
+
+    def _first_sight(self, seen: set[int], possible: list[int], fitting: int, what: str) -> int:
+        """The first dimension of the right size; after the first call only if no other has it."""
+        if fitting > 1 and not self._first_call:
+            raise UnsupportedModelError(
+                f"{what}: dimensions {possible[:fitting]} all have the size of the batch ({self.examples}), and "
+                f'nothing seen before tells which is the batch. Use another batch size or engine="vmap".'
+            )
+        seen.add(possible[0])
+        return possible[0]

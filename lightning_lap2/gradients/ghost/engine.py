@@ -138,6 +138,8 @@ class Collector:
     def backward(self, loss: Tensor) -> None:
         """Gradients with respect to activations only: the engine runs what the last uses need and no weight
         gradient. Uses above others are caught on the way, before their node runs and frees what it saved."""
+        if not self.uses:
+            return
         last = [use for use in self.uses if use.last]
         handles = [use.node.register_prehook(self._hook(use)) for use in self.uses if not use.last]
         try:

@@ -294,6 +294,39 @@ def test_refusals_name_the_parameter_and_the_way_out(module: nn.Module, x: tuple
     assert all(p.grad is None and p.requires_grad for p in module.parameters())
 
 
+def test_a_batch_dimension_that_moves_is_refused() -> None:
+    torch.manual_seed(0)
+    module = Step(nn.Sequential(nn.Linear(6, 3)))
+    engine = GhostEngine(module)
+    run(module, (torch.randn(B, 4, 6), torch.randint(0, 3, (B, 4))), engine=engine)
+    with pytest.raises(UnsupportedModelError, match=r"first batches had it along \[0\]"):
+        run(module, (torch.randn(8, 4, 6), torch.randint(0, 3, (8, 4))), 4, engine=engine)
+
+
+def test_written_into_a_view_and_unrelated_losses() -> None:
+    """``x[:, 0] = cls`` is seen; a loss of other parameters adds nothing."""
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cls = nn.Parameter(torch.randn(6))
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            x[:, 0] = self.cls
+            return self.layer(x)
+
+    assert_equals_loop(Step(Written()), (torch.randn(B, 4, 6), torch.randint(0, 3, (B, 4))))
+    other = torch.ones(B, requires_grad=True)
+
+    class Other(Step):
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+            return other.mean()
+
+    assert not run(Other(nn.Linear(2, 2)), (torch.randn(B, 2),))[1].any()
+
+
 def test_a_loss_without_parameters_and_a_chunk_size_are_refused() -> None:
     class Constant(Step):
         def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
