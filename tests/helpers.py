@@ -127,14 +127,14 @@ def quiet_trainer(pl: ModuleType, *callbacks: Any, **options: Any) -> Any:
     return pl.Trainer(callbacks=list(callbacks), **{**defaults, **options})
 
 
-def budget_for(steps: int, *, noise_multiplier: float, sample_rate: float, dimension: int) -> float:
+def budget_for(
+    steps: int, *, noise_multiplier: float, sample_rate: float, dimension: int, bound: str = "tight"
+) -> float:
     """An eps that pays for exactly ``steps`` such releases: half way to the next."""
     spent = []
     for number in (steps, steps + 1):
-        accountant = MajorizedAccountant(bound="tight", mechanism="laplace")
-        accountant.step(
-            noise_multiplier=noise_multiplier, sample_rate=sample_rate, dimension=dimension, steps=number
-        )
+        accountant = MajorizedAccountant(bound=bound, mechanism="laplace")
+        accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate, dimension=dimension, steps=number)
         spent.append(accountant.epsilon(delta=DELTA))
     return sum(spent) / 2
 

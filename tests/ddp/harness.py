@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,23 +32,21 @@ class Job:
         try:
             return self.process.wait(max(1.0, self.started + timeout - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job hangs; it printed:\n{self.printed()}") from None
+            raise AssertionError(f"the job hangs; it printed:\n{self.printed()[-6000:]}") from None
         finally:
             self.kill_all()
 
     def kill_all(self) -> None:
         """The job runs in a session of its own: no other process is hit."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def printed(self) -> str:
-        return (self.output / "printed.txt").read_text(errors="replace")[-6000:]
+        return (self.output / "printed.txt").read_text(errors="replace")
 
     def result(self, scenario: str, rank: int) -> dict[str, Any]:
         path = self.output / f"{scenario}.{rank}.pt"
-        assert path.exists(), f"rank {rank} left no result of {scenario}; the job printed:\n{self.printed()}"
+        assert path.exists(), f"rank {rank} left no result of {scenario}; the job printed:\n{self.printed()[-6000:]}"
         return torch.load(path, weights_only=True)
 
     def results(self, scenario: str, ranks: int) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics.classification import BinaryAccuracy
 
 from lightning_lap2.callback import session as session_module
 from lightning_lap2.callback import window as window_module
@@ -141,16 +142,19 @@ def budget_beats_minimums_accumulating(ranks: Ranks) -> Result:
 
 
 def empty_draw_on_one_rank_only(ranks: Ranks) -> Result:
-    """Scenario 3, with synchronised logging and a layer that the loss never uses."""
+    """Scenario 3, with synchronised logging, a metric object and a layer that the loss never uses."""
 
     def step(module: Any, batch: Any, batch_idx: int) -> Any:
         assert len(batch[0]) > 0, "training_step saw an empty batch"
         loss = module.loss(batch)
         module.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        module.accuracy(module.layer(batch[0]).argmax(1), batch[1])
+        module.log("accuracy", module.accuracy, on_step=True, on_epoch=True)
         return loss
 
     callback, spy = Lap2Privacy(eps=8.0), part_spy(pl)
     module = classifier(pl, step=step, unused=5)
+    module.accuracy = BinaryAccuracy()
     trainer = ranks.trainer(callback, spy, max_steps=100, max_epochs=-1)
     trainer.fit(module, loader(12, 1))
     return {
@@ -159,8 +163,49 @@ def empty_draw_on_one_rank_only(ranks: Ranks) -> Result:
         "expected": callback.expected_batch_size,
         "weights": weights(module),
         "ledger": ledger_of(callback),
-        "logged": float(trainer.callback_metrics["train_loss_epoch"]),
+        "logged": [float(trainer.callback_metrics[f"{name}_epoch"]) for name in ("train_loss", "accuracy")],
     }
+
+
+def strategies_and_engines(ranks: Ranks) -> Result:
+    """DDP's own options touch ``.grad`` and the reducer, which are never used; weights that differ between the ranks
+    before training are those of rank 0 from its first step."""
+    found = {}
+    options = {
+        "plain": {},
+        "views": {"gradient_as_bucket_view": True},
+        "static": {"static_graph": True, "find_unused_parameters": True},
+    }
+    for name, arguments in options.items():
+        for engine in ("vmap", "ghost", "loop"):
+            strategy = pl.strategies.DDPStrategy(**arguments)
+            callback = Lap2Privacy(eps=math.inf, noise_multiplier=0.0, max_grad_norm=0.7, engine=engine)
+            module = classifier(pl)
+            if RANK > 0:
+                with torch.no_grad():
+                    for parameter in module.parameters():
+                        parameter.mul_(1 + RANK)
+            ranks.trainer(callback, strategy=strategy, max_epochs=6).fit(module, loader(12, 12 // ranks.number))
+            found[f"{name} {engine}"] = weights(module)
+    return found
+
+
+def all_gather_in_training_step(ranks: Ranks) -> Result:
+    """Ranks that draw different numbers of examples would call it different numbers of times."""
+
+    def step(module: Any, batch: Any, batch_idx: int) -> Any:
+        loss = module.loss(batch)
+        module.all_gather(loss.detach())
+        return loss
+
+    messages = []
+    for engine in ("vmap", "ghost", "loop"):
+        trainer = ranks.trainer(Lap2Privacy(eps=5.0, engine=engine), max_epochs=2)
+        try:
+            trainer.fit(classifier(pl, step=step), loader(24, 2))
+        except RuntimeError as error:
+            messages.append(str(error))
+    return {"messages": messages}
 
 
 def training_step_returns_none(ranks: Ranks) -> Result:
@@ -310,7 +355,7 @@ def exception_on_rank(ranks: Ranks, *, failing: int) -> Result:
     """A rank raises in the middle of its second epoch: an error of the user's code, not seen by the others."""
 
     def step(module: Any, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 4 and RANK == failing and module.trainer.current_epoch == 1:
+        if batch_idx == 4 and failing == RANK and module.trainer.current_epoch == 1:
             raise ArithmeticError("one rank fails")
         return module.loss(batch)
 
@@ -326,7 +371,14 @@ def exception_on_rank(ranks: Ranks, *, failing: int) -> Result:
             "patched": [
                 name
                 for owner in (trainer.strategy, trainer.fit_loop, trainer.fit_loop.epoch_loop)
-                for name in ("process_dataloader", "setup_data", "training_step", "on_run_start", "max_steps")
+                for name in (
+                    "process_dataloader",
+                    "setup_data",
+                    "training_step",
+                    "all_gather",
+                    "on_run_start",
+                    "max_steps",
+                )
                 if name in vars(owner) and (name != "max_steps" or owner.max_steps != -1)
             ],
         }
@@ -363,6 +415,8 @@ SCENARIOS: dict[str, Callable[[Ranks], Result]] = {
         budget_beats_minimums,
         budget_beats_minimums_accumulating,
         empty_draw_on_one_rank_only,
+        strategies_and_engines,
+        all_gather_in_training_step,
         training_step_returns_none,
         seeded_runs_match,
         loggers_and_reports,

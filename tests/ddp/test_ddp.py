@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +17,9 @@ from torch import Tensor
 
 from tests.ddp import job as jobs
 from tests.ddp.harness import Job, start
-from tests.helpers import LIGHTNING, classifier, loader, quiet_trainer
+from tests.helpers import LIGHTNING, LIGHTNING_WARNINGS, classifier, loader, quiet_trainer
 
-pytestmark = [
-    pytest.mark.ddp,
-    pytest.mark.slow,
-    # Lightning, on loaders of a few batches, mid-epoch checkpoints and fits without a validation loader
-    pytest.mark.filterwarnings("ignore:.*that ended before the epoch ended.*"),
-]
+pytestmark = [pytest.mark.ddp, pytest.mark.slow, *LIGHTNING_WARNINGS]
 pl, Lap2Privacy = LIGHTNING.pl, LIGHTNING.lap2
 
 TWO = [
@@ -29,6 +28,8 @@ TWO = [
     "budget_beats_minimums",
     "budget_beats_minimums_accumulating",
     "empty_draw_on_one_rank_only",
+    "strategies_and_engines",
+    "all_gather_in_training_step",
     "training_step_returns_none",
     "seeded_runs_match",
     "loggers_and_reports",
@@ -182,7 +183,8 @@ def test_scenario_3_empty_draw_on_one_rank_only(several: dict[int, Job], ranks: 
     _all_equal(results, "steps", "weights", "ledger", "logged")
     assert results[0]["steps"] == 100
     assert results[0]["expected"] == ranks
-    assert math.isfinite(results[0]["logged"])
+    assert all(math.isfinite(value) for value in results[0]["logged"])
+    assert 0 <= results[0]["logged"][1] <= 1
     counts = torch.tensor([result["counts"] for result in results])
     assert counts.shape == (ranks, 100)
     empty = (counts == 0).sum(0)
@@ -196,6 +198,21 @@ def test_scenario_12_training_step_returns_none_on_some_ranks(two: Job) -> None:
     _all_equal(results, "steps", "gradients", "weights", "ledger")
     assert results[0]["steps"] == 18
     assert (results[0]["gradients"] != 0).all(), "a skipped batch was released without noise"
+
+
+def test_engines_and_options_of_the_strategy_change_nothing(two: Job) -> None:
+    results = two.results("strategies_and_engines", 2)
+    assert len(results[0]) == 9
+    _all_equal(results, *results[0])
+    alone = _one_process(1)["weights"]
+    for value in results[0].values():
+        torch.testing.assert_close(value, alone, rtol=0, atol=1e-6)
+
+
+def test_all_gather_in_training_step_is_refused_on_every_rank(two: Job) -> None:
+    for result in two.results("all_gather_in_training_step", 2):
+        assert len(result["messages"]) == 3
+        assert all("self.all_gather" in message for message in result["messages"])
 
 
 def test_loggers_and_report_on_two_ranks(two: Job) -> None:
@@ -274,10 +291,6 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
 
 
 def _kill_rank_1(job: Job) -> None:
-    import os
-    import signal
-    import time
-
     released = job.output / "released.1"
     while not released.exists() or released.stat().st_size < 23:
         assert job.process.poll() is None, job.printed()
@@ -296,8 +309,6 @@ def test_exception_on_one_rank_ends_the_other(failed: dict[str, Job], rank: int)
     assert result["steps"] == released == 6 + 4
     report = job.output / "checkpoints" / "privacy_report.json"
     if rank == 0:
-        import json
-
         assert json.loads(report.read_text())["steps"] == released
 
 
@@ -307,7 +318,6 @@ def test_ledger_after_a_rank_failed_counts_every_release(failed: dict[str, Job],
     released = max((job.output / f"released.{rank}").stat().st_size for rank in (0, 1))
     last = max((job.output / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     callback = Lap2Privacy(eps=5.0)
-    trainer = quiet_trainer(pl, callback, fast_dev_run=False, max_epochs=100_000, limit_train_batches=0)
     seen: list[int] = []
 
     class First(pl.Callback):

@@ -87,9 +87,7 @@ def test_scenario_6_one_charge_and_the_noise_of_one_step() -> None:
         trainer.fit(module, loader(64, 4))
     assert callback.steps == callback.accountant.steps == callback.planned_steps == len(seen) == 8
     accountant = MajorizedAccountant(bound="tight", mechanism="laplace")
-    accountant.step(
-        noise_multiplier=callback.noise_multiplier, sample_rate=20 / 64, dimension=20_008, steps=8
-    )
+    accountant.step(noise_multiplier=callback.noise_multiplier, sample_rate=20 / 64, dimension=20_008, steps=8)
     spent = callback.accountant.epsilon(delta=DELTA)
     assert spent == pytest.approx(accountant.epsilon(delta=DELTA), rel=1e-9)
     assert spent <= 4.0

@@ -202,9 +202,7 @@ def test_scenario_19_padding_for_four_ranks_is_refused() -> None:
     def on_four_ranks(number: int) -> TrainingData:
         data = records(number)
         shards = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 4, 0))
-        return TrainingData(
-            shards, sampling="none", limit=1.0, accumulate=1, rank=0, world_size=4, seed=None
-        )
+        return TrainingData(shards, sampling="none", limit=1.0, accumulate=1, rank=0, world_size=4, seed=None)
 
     with pytest.raises(ValueError, match="pads by repetition: 13 examples on 4 ranks, 3 of them twice"):
         on_four_ranks(13)
