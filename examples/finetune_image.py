@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--train-examples", type=int, default=None, help="a random subset; default: all")
     parser.add_argument("--held-out", type=int, default=0, help="test on this many of the training images instead")
     parser.add_argument("--pixels", type=int, default=96, help="images are scaled up to this")
-    common_arguments(parser, steps=200, batch_size=8192, max_grad_norm=1.0, lr=0.1, engine="ghost")
+    common_arguments(parser, steps=100, batch_size=8192, max_grad_norm=0.1, lr=0.1, engine="ghost")
     args = parser.parse_args(argv)
 
     L.seed_everything(args.seed, verbose=False)
