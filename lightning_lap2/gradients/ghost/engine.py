@@ -23,7 +23,7 @@ from lightning_lap2.gradients.ghost.numerics import row_squares
 from lightning_lap2.gradients.ghost.rules import RULES, Scope
 from lightning_lap2.gradients.ghost.shares import own_per_share
 from lightning_lap2.gradients.ghost.sources import Pulled, term_of_parameter
-from lightning_lap2.gradients.ghost.state import kept_tensors, refuse_written
+from lightning_lap2.gradients.ghost.state import kept_values, refuse_written
 from lightning_lap2.gradients.ghost.terms import Dense, Term
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.tracing import batch_statistics_refused, refuse_layers
@@ -68,7 +68,7 @@ class GhostEngine(Engine):
                 f'engine="ghost" computes l2 norms, but clipping is by {clipper.norm}. Use engine="vmap".'
             )
         refuse_layers(self.module, vmapped=False)
-        before = kept_tensors(self.module)
+        before = kept_values(self.module)
         with torch.enable_grad(), batch_statistics_refused(), unfused_lstm(self.module), call.context():
             output = self.module.training_step(*call.args)  # type: ignore[operator]
         refuse_written(self.module, before)

@@ -268,6 +268,53 @@ class RunningLoss(Step):
         return loss / self.running
 
 
+class Bank(Step):
+    """Keeps earlier batches in a list: a memory bank."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.bank: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        self.bank.append(batch[0].detach())
+        return super().training_step(batch)
+
+
+class LastLoss(Step):
+    """Keeps a number computed from the data."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.last = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        loss = super().training_step(batch)
+        self.last = float(loss.detach())
+        return loss
+
+
+class Counter(Step):
+    """Counts its calls, and makes a mask on first use: neither holds data."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        self.calls += 1
+        if not hasattr(self, "mask"):
+            self.mask = torch.ones(batch[0].shape[1])
+        return super().training_step((batch[0] * self.mask, batch[1]))
+
+
+def test_counters_and_masks_made_on_first_use_have_their_plain_effect() -> None:
+    module = Counter(nn.Linear(6, 3))
+    run(module, (torch.randn(B, 6), torch.randint(0, 3, (B,))))
+    calls = module.calls
+    run(module, (torch.randn(B, 6), torch.randint(0, 3, (B,))))
+    assert module.calls == 2 * calls
+
+
 class FunctionalMaxNorm(MaxNorm):
     def forward(self, x: Tensor) -> Tensor:
         return F.embedding(x.argmax(1) % 5, self.tokens.weight, max_norm=0.1)
@@ -282,11 +329,25 @@ class FunctionalMaxNorm(MaxNorm):
         (Step(Checkpointed(False)), (6,), r"activation checkpointing.*engine=.loop"),
         (Step(Unknown()), (6,), r"'net\.bilinear\.weight'.*engine=.vmap"),
         (Step(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))), (6,), r"BatchNorm1d 'net\.1'.*nn.GroupNorm"),
-        (RunningLoss(nn.Linear(6, 3)), (6,), r"training_step writes 'running'.*past the clipping"),
-        (Step(FunctionalMaxNorm(None)), (6,), r"training_step writes 'net\.tokens\.weight'"),
+        (RunningLoss(nn.Linear(6, 3)), (6,), r"training_step writes self\.running.*past the clipping"),
+        (Bank(nn.Linear(6, 3)), (6,), r"training_step writes self\.bank\[0\]"),
+        (LastLoss(nn.Linear(6, 3)), (6,), r"training_step writes self\.last,"),
+        (Step(FunctionalMaxNorm(None)), (6,), r"training_step writes self\.net\.tokens\.weight"),
         (Step(MaxNorm()), (6,), r"Embedding 'net\.tokens'.*max_norm"),
     ],
-    ids=["folded", "penalty", "reentrant", "checkpoint", "bilinear", "batch norm", "running", "functional", "max_norm"],
+    ids=[
+        "folded",
+        "penalty",
+        "reentrant",
+        "checkpoint",
+        "bilinear",
+        "batch norm",
+        "running",
+        "bank",
+        "last loss",
+        "functional",
+        "max_norm",
+    ],
 )
 def test_refusals_name_the_parameter_and_the_way_out(module: nn.Module, x: tuple[int, ...], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
