@@ -120,9 +120,7 @@ def test_published_warns_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "subcommand"),
     ],
 )
-def test_errors_are_one_line_and_status_two(
-    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_one_line_and_status_two(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""

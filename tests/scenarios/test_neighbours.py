@@ -40,9 +40,7 @@ def release(removed: int | None, *, multiplier: float, **settings: Any) -> tuple
     if removed is not None:
         weight[removed] = 0.0
     accumulate = settings.pop("accumulate", 1)
-    callback = Lap2Privacy(
-        eps=float("inf"), noise_multiplier=multiplier, max_grad_norm=C, noise_seed=3, **settings
-    )
+    callback = Lap2Privacy(eps=float("inf"), noise_multiplier=multiplier, max_grad_norm=C, noise_seed=3, **settings)
     before = flat(module).clone()
     run = trainer(callback, max_steps=1, accumulate_grad_batches=accumulate)
     run.fit(module, DataLoader(TensorDataset(x, y, weight), batch_size=BATCH, shuffle=True))
