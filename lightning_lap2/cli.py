@@ -135,7 +135,7 @@ def _add(parser: ArgumentParser, option: str, *, several: bool) -> None:
 def number(text: Any) -> int | float:
     """An integer where the text is one (26010, 26_010, 1e9), else a float; ``inf`` and ``.inf`` are infinity."""
     if not isinstance(text, str):
-        return str(text)
+        return text
     try:
         return int(text)
     except ValueError:
