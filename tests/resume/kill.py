@@ -73,7 +73,8 @@ class Diary:
         return None
 
 
-NOISE = {"eps": 200.0, "noise_multiplier": 1.5}
+# The looser bound: its epsilon costs less time than the default's at every start.
+NOISE = {"eps": 200.0, "noise_multiplier": 1.5, "bound": "joint"}
 N, BATCH = 400, 20
 
 
@@ -145,7 +146,7 @@ def check(diary: Diary, kills: int) -> str:
     for steps, epsilon, released in starts:
         # A process may die between the charge and the release: at most one too many for each kill.
         assert released <= steps <= released + kills, f"{released} releases were made, the ledger holds {steps}"
-        truth = MajorizedAccountant(bound="tight", mechanism="laplace")
+        truth = MajorizedAccountant(bound="joint", mechanism="laplace")
         if released:
             truth.step(noise_multiplier=1.5, sample_rate=BATCH / N, dimension=8, steps=released)
         assert epsilon >= truth.epsilon(delta=DELTA) - 1e-12
@@ -177,6 +178,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=None, help="of the moments of the kills")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    # So that what is imported late is imported once, and not by every fork.
+    quiet_trainer(pl, LIGHTNING.lap2(**NOISE), max_steps=2, max_epochs=-1).fit(classifier(pl), loader(N, BATCH))
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.directory or Path(temporary)
