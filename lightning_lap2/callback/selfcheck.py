@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_lap2.gradients import Engine, ParameterLayout, StepCall, UnsupportedModelError
@@ -41,7 +42,12 @@ def check_step(trainer: Any, module: Any, engine: Engine, layout: ParameterLayou
     """
     if isinstance(loader.dataset, IterableDataset):
         return Checked(("whether examples mix was not checked: an IterableDataset has no records to look at twice",))
-    collate = loader.collate_fn
+    container = trainer.fit_loop._combined_loader._spec
+
+    def collate(chosen: list[Any]) -> Any:
+        """As the step gets it: in the list or dict that the loader was given in."""
+        return tree_unflatten([loader.collate_fn(chosen)], container)
+
     records = _unlike_records(loader.dataset, collate)
 
     def transfer(batch: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,19 @@ def test_data_module_and_hooks_of_the_module(namespace: Namespace) -> None:
             trainer.fit(module)
         assert lap2.steps == 16
         assert lap2.sample_rate == 4 / 32
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "CombinedLoader"])
+def test_one_loader_in_a_container(namespace: Namespace, kind: str) -> None:
+    """The step gets its batch in the same container, in the self-check too."""
+    key: Any = "only" if kind == "dict" else 0
+    module = classifier(namespace.pl, step=lambda module, batch, batch_idx: module.loss(batch[key]))
+    data: Any = {"only": loader(32, 4)} if kind == "dict" else [loader(32, 4)]
+    if kind == "CombinedLoader":
+        data = import_module(f"{namespace.pl.__name__}.utilities").CombinedLoader(data)
+    lap2 = namespace.lap2(eps=2.0)
+    quiet_trainer(namespace.pl, lap2, max_epochs=2).fit(module, data)
+    assert lap2.steps == 16
 
 
 def test_data_that_changes_between_epochs_is_refused(namespace: Namespace) -> None:
