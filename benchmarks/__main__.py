@@ -2,7 +2,8 @@
 
 Every method does forward, backward, clipping at C = 1, noise and SGD. Methods take turns within each round, in one
 process; the figure is the median over rounds of the ratio to the plain step of the same round. Peak memory is
-measured in a process of its own for each method. The result is a Markdown table on standard output.
+measured in a process of its own for each method, with an allocator that returns what is freed. The result is a
+Markdown table on standard output.
 """
 
 from __future__ import annotations

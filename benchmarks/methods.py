@@ -43,6 +43,7 @@ def ours(engine_name: str) -> Callable[[Workload], StepFunction]:
         call = StepCall((batch, 0), workload.size)
 
         def step() -> None:
+            optimizer.zero_grad()
             total = layout.zeros()
             engine.accumulate(call, layout, clipper, total)
             noise.add_(total, _NOISE, release=0)
