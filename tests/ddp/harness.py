@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 150.0  # seconds; importing torch and Lightning on all ranks takes up to twenty of them
+PATIENCE = 240.0  # seconds, on a machine that does much else; some 20 on two idle cores
 
 
 @dataclass
@@ -27,14 +27,29 @@ class Job:
     output: Path
     started: float
 
-    def wait(self, timeout: float = PATIENCE) -> int:
-        """The exit status of rank 0. Past ``timeout`` every process of the job is killed, and the test fails."""
+    def wait(self, timeout: float = PATIENCE, *, ranks: int = 1) -> int:
+        """The exit status of rank 0. Past ``timeout`` every process of the job is killed, and the test fails.
+
+        Args:
+            ranks: with more than one the others must end, too, by themselves.
+        """
         try:
-            return self.process.wait(max(1.0, self.started + timeout - time.monotonic()))
+            status = self.process.wait(max(1.0, self.started + timeout - time.monotonic()))
+            assert not self.outlived_by(ranks), f"rank 0 ended, another did not:\n{self.printed()[-6000:]}"
+            return status
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job hangs; it printed:\n{self.printed()[-6000:]}") from None
         finally:
             self.kill_all()
+
+    def outlived_by(self, ranks: int, patience: float = 60.0) -> list[int]:
+        """After rank 0 has ended: the others that still run when ``patience`` is over, by their ``pid.RANK`` files."""
+        deadline = time.monotonic() + patience
+        left = list(range(1, ranks))
+        while left and time.monotonic() < deadline:
+            left = [rank for rank in left if _alive(int((self.output / f"pid.{rank}").read_text()))]
+            time.sleep(0.05)
+        return left
 
     def kill_all(self) -> None:
         """The job runs in a session of its own: no other process is hit."""
@@ -54,6 +69,18 @@ class Job:
         for rank, result in enumerate(found):
             assert "error" not in result, f"rank {rank} of {scenario} raised:\n{result['traceback']}"
         return found
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:
+        return not Path("/proc").exists()
+    return state not in "ZX"
 
 
 def start(module: str, scenarios: Sequence[str], output: Path, *, ranks: int) -> Job:

@@ -340,7 +340,8 @@ def resume_what_a_killed_run_owes(ranks: Ranks) -> Result:
 
 
 def _noted_releases(output: Path) -> None:
-    """Each release made from now on adds a character to ``released.RANK`` in ``output``."""
+    """Leaves ``pid.RANK`` in ``output``; each release made from now on adds a character to ``released.RANK``."""
+    (output / f"pid.{RANK}").write_text(str(os.getpid()))
     original = session_module.release_
     descriptor = os.open(output / f"released.{RANK}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -397,7 +398,6 @@ def exception_on_rank_1(ranks: Ranks) -> Result:
 
 def killed_from_outside(ranks: Ranks) -> Result:
     """Trains until the harness kills one rank."""
-    (ranks.output / f"pid.{RANK}").write_text(str(os.getpid()))
     _noted_releases(ranks.output)
     callback = Lap2Privacy(eps=5.0)
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=ranks.output / "checkpoints", every_n_train_steps=5)

@@ -286,7 +286,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     }
     _kill_rank_1(found["killed_from_outside"])
     for job in found.values():
-        assert job.wait() != 0
+        assert job.wait(ranks=2) != 0
     return found
 
 
