@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_lap2.gradients.engine import UnsupportedModelError
 
-# Lightning's own, on a LightningModule
-_SKIPPED = {"_trainer", "_fabric"}
+# Lightning's own on a LightningModule, and what is walked by itself
+_SKIPPED = {"_trainer", "_fabric", "_parameters", "_buffers", "_modules"}
 
 Kept = dict[str, tuple[Tensor | float, int]]
 
@@ -64,8 +64,7 @@ def _values(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor | float]
                 yield f"{path}.{name}", tensor
     for name, value in vars(module).items():
         if not name.startswith("__") and name not in _SKIPPED and not isinstance(value, nn.Module):
-            if name not in ("_parameters", "_buffers", "_modules"):
-                yield from _inside(value, f"{path}.{name}")
+            yield from _inside(value, f"{path}.{name}")
     for name, child in module._modules.items():
         if child is not None:
             yield from _values(child, f"{path}.{name}")
