@@ -33,7 +33,7 @@ demo: $(VENV)/.runtime
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from decimal import ROUND_CEILING, Context
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class PrivacyReport:
         if not self.steps:
             return "Nothing was released: epsilon = 0."
         guarantee = (
-            f"({self.epsilon:.6g}, {self.delta:g})-differentially private under {self.adjacency}, of a budget of "
+            f"({rounded_up(self.epsilon)}, {self.delta:g})-differentially private under {self.adjacency}, of a budget of "
             f"{self.eps:g}"
         )
         if self.bound == "published":
@@ -86,6 +87,13 @@ class PrivacyReport:
         if self.reproducible:
             return f"**Not private: the noise is reproducible.** With secret noise the weights would be {guarantee}."
         return f"The weights after {self.steps} releases are {guarantee}."
+
+
+def rounded_up(value: float) -> str:
+    """Six digits, never below ``value``: a stated epsilon must not be too small."""
+    if math.isinf(value):
+        return "inf"
+    return f"{Context(prec=6, rounding=ROUND_CEILING).create_decimal(value):g}"
 
 
 def write_report(report: PrivacyReport, directory: Path, *, warn: Callable[[str], object]) -> None:

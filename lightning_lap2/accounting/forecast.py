@@ -33,9 +33,7 @@ class EpsilonForecast:
         delta: the delta of every value.
     """
 
-    def __init__(
-        self, delta: float, grid: list[int], values: list[float], intercepts: Array, slopes: Array
-    ) -> None:
+    def __init__(self, delta: float, grid: list[int], values: list[float], intercepts: Array, slopes: Array) -> None:
         self.delta = delta
         self.steps = grid[-1]
         self._grid = grid

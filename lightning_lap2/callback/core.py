@@ -32,7 +32,7 @@ class Lap2Core:
 
     def __init__(
         self,
-        eps: float,
+        eps: float | Literal["inf"],
         delta: float = 1e-5,
         max_grad_norm: float = 1.0,
         noise_multiplier: float | None = None,
@@ -49,7 +49,7 @@ class Lap2Core:
     ) -> None:
         super().__init__()
         self.settings = Settings(
-            eps=float("inf") if str(eps) == "inf" else eps,
+            eps=math.inf if eps == "inf" else eps,
             delta=delta,
             max_grad_norm=max_grad_norm,
             noise_multiplier=noise_multiplier,
@@ -207,6 +207,7 @@ class Lap2Core:
             f"{facts.sample_rate:.6g}, planned steps {'unlimited' if math.isinf(steps) else int(steps)}, "
             f"n={session.window.layout.numel:,} trainable parameters, engine {session.engine.name!r}, noise source "
             f"{session.noise.name!r}"
+            + (f", {self.steps} earlier releases" if self.steps else "")
             + (" [fast_dev_run: its step is charged too]" if session.trainer.fast_dev_run else "")
         )
         if session.trainer.gradient_clip_val:
@@ -289,4 +290,10 @@ class Lap2Core:
         return self._ledger.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        before = self.steps
         self._ledger.load_state_dict(state_dict)
+        if before > self.steps:
+            self._pl.utilities.rank_zero_warn(
+                f"Lap2Privacy: this callback had counted {before} releases, the checkpoint {self.steps}; the ledger "
+                "goes on from the checkpoint, as another branch. Whoever sees both branches' results knows both"
+            )

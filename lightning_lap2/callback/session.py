@@ -262,6 +262,7 @@ class FitSession:
             end=ahead.global_end,
             previous=self.ledger.plan,
         )
+        self._warn_of_a_poor_rest(self.ledger.plan.get("noise_multiplier"), plan)
         self.plan, self.window = plan, Window(layout)
         self.mechanism = settings.mechanism_with(plan.noise_multiplier)
         self.engine = make_engine(settings.engine, self.module, chunk_size=settings.chunk_size)
@@ -276,6 +277,16 @@ class FitSession:
         self.planned_steps = self._steps_for(plan, ahead)
         self._cap(progress.global_step, ahead)
         self._on_plan(self)
+
+    def _warn_of_a_poor_rest(self, before: float | None, plan: Plan) -> None:
+        """Stretching what is left of a budget over more steps makes them noisy, which nobody would notice in time."""
+        if self.settings.noise_multiplier is None and before and not plan.exhausted:
+            if plan.charges and plan.noise_multiplier > 2 * before:
+                self._warn(
+                    f"what is left of eps={self.settings.eps:g} over the further steps takes a noise multiplier of "
+                    f"{plan.noise_multiplier:.4g} instead of {before:.4g}: they may undo what was learnt; raise eps "
+                    "or plan fewer steps"
+                )
 
     @property
     def _by_pass(self) -> bool:

@@ -46,7 +46,7 @@ def check_loader(loader: object) -> None:
     if type(batches) is not BatchSampler:
         raise TypeError(
             f"the train loader's batch_sampler is a {_name(batches)}, which decides what meets in a batch; "
-            f"Poisson sampling would discard it. Use batch_size with {_PLAIN}, or {_NONE}"
+            f"Poisson sampling would discard it. Use batch_size with {_PLAIN}"
         )
     _check_sampler(batches.sampler, size)
 
@@ -128,7 +128,7 @@ def _map_style(loader: object) -> DataLoader[Any]:
     if isinstance(loader.dataset, IterableDataset):
         raise TypeError(
             f"the train data set {_name(loader.dataset)} is an IterableDataset: its examples cannot be drawn "
-            "or counted by index. Use a map-style data set (__getitem__ and __len__)"
+            f"or counted by index. Use a map-style data set (__getitem__ and __len__), or {_NONE}"
         )
     if loader.batch_sampler is None:
         raise ValueError(
@@ -188,9 +188,11 @@ def _check_sampler(sampler: object, size: int) -> None:
 
 
 def _custom(sampler: object) -> str:
+    # without sampling only those are accepted that are known to give no example twice
+    other = f", or {_NONE}" if type(sampler) is SubsetRandomSampler else ""
     return (
         f"the train loader's sampler is a {_name(sampler)}; Poisson sampling draws all examples at one rate "
-        f"and would discard it. Use {_PLAIN}, or {_NONE}"
+        f"and would discard it. Use {_PLAIN}{other}"
     )
 
 

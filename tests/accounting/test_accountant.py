@@ -163,9 +163,7 @@ def test_overspending_is_visible_even_for_tiny_costs() -> None:
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pair=st.sampled_from(PAIRS),
-    m=st.one_of(
-        st.sampled_from([0.0, 5e-324, 1e-200, 1e300, math.inf]), st.floats(-12, 12).map(lambda e: 10.0**e)
-    ),
+    m=st.one_of(st.sampled_from([0.0, 5e-324, 1e-200, 1e300, math.inf]), st.floats(-12, 12).map(lambda e: 10.0**e)),
     q=st.one_of(st.sampled_from([0.0, 1.0, 5e-324, 1.0 - 2**-53]), st.floats(-15, 0).map(lambda e: 10.0**e)),
     n=st.one_of(st.just(math.inf), st.floats(0, 12).map(lambda e: int(10.0**e))),
     steps=st.floats(0, 15).map(lambda e: int(10.0**e)),

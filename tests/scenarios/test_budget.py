@@ -74,6 +74,35 @@ def test_calibrated_run_spends_its_budget_and_no_more() -> None:
     assert 1.99 < callback.epsilon <= 2.0
 
 
+def test_stretching_a_spent_budget_warns(tmp_path: Path) -> None:
+    first = trainer(Lap2Privacy(eps=1.0), max_steps=14, default_root_dir=tmp_path)
+    first.fit(Classifier(), loader())
+    first.save_checkpoint(tmp_path / "end.ckpt")
+    again = Lap2Privacy(eps=1.03)
+    with pytest.warns(UserWarning, match="takes a noise multiplier of .* instead of .*raise eps"):
+        trainer(again, max_steps=100).fit(Classifier(), loader(), ckpt_path=tmp_path / "end.ckpt")
+    assert again.steps == 100 and 1.0 < again.epsilon <= 1.03
+
+
+def test_older_checkpoint_into_a_callback_that_counted_more_warns(tmp_path: Path) -> None:
+    callback = Lap2Privacy(eps=5.0, noise_multiplier=2.0)
+    first = trainer(callback, max_steps=4, default_root_dir=tmp_path)
+    first.fit(Classifier(), loader())
+    first.save_checkpoint(tmp_path / "four.ckpt")
+    trainer(callback, max_steps=8).fit(Classifier(), loader())
+    with pytest.warns(UserWarning, match="had counted 12 releases, the checkpoint 4"):
+        trainer(callback, max_steps=6).fit(Classifier(), loader(), ckpt_path=tmp_path / "four.ckpt")
+    assert callback.steps == 6
+
+
+def test_stated_epsilon_is_never_rounded_down() -> None:
+    from lightning_lap2.report import rounded_up
+
+    for value in (0.1299976721, 3.4196918564308167, 1e-9, 123456.7891, 2.0):
+        assert value <= float(rounded_up(value)) <= value * (1 + 2e-5)
+    assert rounded_up(math.inf) == "inf"
+
+
 def test_given_noise_without_a_last_step_ends_at_the_budget() -> None:
     callback = Lap2Privacy(eps=budget_for(11), noise_multiplier=1.0)
     trainer(callback, max_epochs=-1).fit(Classifier(), loader())

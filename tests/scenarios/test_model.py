@@ -245,22 +245,47 @@ def test_self_check_reaches_no_logger(tmp_path: Any) -> None:
     assert len(seen) == 8
 
 
-def test_token_weighted_loss_is_found_though_only_some_records_differ() -> None:
-    """One record in eight is short; all are padded to one length. The mean over tokens weights them unequally, which
-    engine='ghost' must refuse (a record's share would change with its batch mates) and engine='vmap' notes."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(1, 10, (64, 12), generator=generator)
+class Language(Tied):
+    """Next-token prediction in which padding (token 0) is not counted; ``by_hand`` divides by the count itself."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand = by_hand
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (ids,) = batch
+        logits = self.head(self.frozen(self.embedding(ids[:, :-1]))).transpose(1, 2)
+        if not self.by_hand:
+            return nn.functional.cross_entropy(logits, ids[:, 1:], ignore_index=0)
+        losses = nn.functional.cross_entropy(logits, ids[:, 1:], reduction="none")
+        counted = (ids[:, 1:] != 0).float()
+        return (losses * counted).sum() / counted.sum()
+
+
+def sentences() -> DataLoader:
+    """One in eight is short; all are padded to one length."""
+    tokens = torch.randint(1, 10, (64, 12), generator=torch.Generator().manual_seed(0))
     tokens[5::8, 4:] = 0
+    return DataLoader(TensorDataset(tokens), batch_size=8)
 
-    class Language(Tied):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            (ids,) = batch
-            logits = self.head(self.frozen(self.embedding(ids[:, :-1])))
-            return nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], ignore_index=0)
 
-    rows = DataLoader(TensorDataset(tokens), batch_size=8)
+def test_token_weighted_loss_is_found_though_only_some_records_differ() -> None:
+    """A mean over tokens weights records unequally: a record's share changes with its batch mates. ``vmap`` takes each
+    record's own mean and says so; ``ghost`` would use the share, and refuses."""
     with pytest.raises(UnsupportedModelError, match="unequally weighted mean"):
-        trainer(Lap2Privacy(eps=1.0, engine="ghost"), max_epochs=1).fit(Language(), rows)
+        trainer(Lap2Privacy(eps=1.0, engine="ghost"), max_epochs=1).fit(Language(by_hand=True), sentences())
     callback = Lap2Privacy(eps=1.0)
-    trainer(callback, max_epochs=1).fit(Language(), rows)
+    trainer(callback, max_epochs=1).fit(Language(by_hand=True), sentences())
     assert any("weights the examples of a batch unequally" in text for text in callback.report().caveats)
+
+
+def test_ghost_takes_each_records_own_mean_where_the_loss_is_a_cross_entropy() -> None:
+    weights = []
+    for engine in ("ghost", "vmap"):
+        torch.manual_seed(0)
+        module = Language(by_hand=False)
+        callback = Lap2Privacy(eps=float("inf"), noise_multiplier=0.0, max_grad_norm=0.1, noise_seed=1, engine=engine)
+        trainer(callback, max_epochs=2).fit(module, sentences())
+        weights.append(flat(module))
+        assert any("weights the examples of a batch unequally" in text for text in callback.report().caveats)
+    assert torch.allclose(*weights, atol=1e-6)
