@@ -97,6 +97,17 @@ def test_callbacks_that_train_on_their_own(
     refused(namespace, f"callback {name} is not supported.*{reason}", callback, module=module)
 
 
+@pytest.mark.parametrize("search", ["lr_find", "scale_batch_size"])
+def test_tuner_searches(namespace: Namespace, search: str) -> None:
+    lap2 = namespace.lap2(eps=2.0)
+    trainer = quiet_trainer(namespace.pl, lap2, max_epochs=1)
+    module = classifier(namespace.pl)
+    module.train_dataloader, module.batch_size = lambda: loader(32, 4), 4
+    with pytest.raises(ValueError, match="trains outside the ledger"):
+        getattr(namespace.pl.tuner.Tuner(trainer), search)(module)
+    assert lap2.steps == 0
+
+
 def test_two_privacy_callbacks(namespace: Namespace) -> None:
     # Lightning wants distinct state keys, as a subclass has
     other = type("Another", (namespace.lap2,), {})(eps=1.0)
