@@ -79,8 +79,8 @@ class PrivacyReport:
         if not self.steps:
             return "Nothing was released: epsilon = 0."
         guarantee = (
-            f"({rounded_up(self.epsilon)}, {self.delta:g})-differentially private under {self.adjacency}, of a budget of "
-            f"{self.eps:g}"
+            f"({rounded_up(self.epsilon)}, {self.delta:g})-differentially private under {self.adjacency}, of a budget "
+            f"of {self.eps:g}"
         )
         if self.bound == "published":
             return f"**Not a valid guarantee.** The printed bound gives: {guarantee}."

@@ -280,13 +280,14 @@ class FitSession:
 
     def _warn_of_a_poor_rest(self, before: float | None, plan: Plan) -> None:
         """Stretching what is left of a budget over more steps makes them noisy, which nobody would notice in time."""
-        if self.settings.noise_multiplier is None and before and not plan.exhausted:
-            if plan.charges and plan.noise_multiplier > 2 * before:
-                self._warn(
-                    f"what is left of eps={self.settings.eps:g} over the further steps takes a noise multiplier of "
-                    f"{plan.noise_multiplier:.4g} instead of {before:.4g}: they may undo what was learnt; raise eps "
-                    "or plan fewer steps"
-                )
+        if self.settings.noise_multiplier is not None or not before or plan.exhausted or not plan.charges:
+            return
+        if plan.noise_multiplier > 2 * before:
+            self._warn(
+                f"what is left of eps={self.settings.eps:g} over the further steps takes a noise multiplier of "
+                f"{plan.noise_multiplier:.4g} instead of {before:.4g}: they may undo what was learnt; raise eps or "
+                "plan fewer steps"
+            )
 
     @property
     def _by_pass(self) -> bool:

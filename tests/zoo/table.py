@@ -36,9 +36,9 @@ NOTES = """
 * `"vmap"` (default) runs the unmodified `training_step` for many examples at once. Code that reads a value out of a
   tensor cannot run there, and the error names the line, the layer and the engine to choose.
 * `"loop"` runs one example at a time. It is slow and runs nearly everything.
-* `"ghost"` runs the whole batch once. It is right only where the batch's loss is the mean of the examples' losses; a
-  mean over tokens is not one if examples differ in their number of labels. The pre-flight at fit start compares
-  it with `"loop"` on real records and refuses otherwise.
+* `"ghost"` runs the whole batch once. The batch's loss must be the mean of the examples' losses, or a cross entropy
+  with ignored labels or class weights, from which each example's own mean is recovered. The pre-flight at fit start
+  compares it with plain autograd on real records and refuses otherwise.
 
 ## What one example at a time means for a step
 
@@ -48,7 +48,8 @@ NOTES = """
 * A batch may hold tensors with one row per example, 0-dim tensors, numbers, strings, and lists of one string or number
   per example, in tuples, lists, named tuples, dicts and `BatchEncoding`s. Anything else is refused by its path.
 * Plain Python attributes that the step changes (counters, lists) have the effect of one step per batch under `"vmap"`,
-  and are refused by name under `"loop"`, where their value could depend on the data. Buffers and parameters written in
+  and are refused by name under `"loop"`, where their value could depend on the data; `"ghost"` refuses floats and
+  tensors, and lists of them. Buffers and parameters written in
   the step, and tensors of the data kept on the module, are refused under every engine.
 * Python's and NumPy's random numbers are drawn once per chunk under `"vmap"`; torch's (dropout) for each example.
 * `x.shape[0]` is 1 inside the step; where it is `batch_size=` of a log call or the `weight` of a MeanMetric, the real
