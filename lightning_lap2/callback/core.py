@@ -16,7 +16,8 @@ from lightning_lap2.accounting import MajorizedAccountant
 from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.reporting import make_report
-from lightning_lap2.callback.session import FitSession, Resumed
+from lightning_lap2.callback.resume import Resumed
+from lightning_lap2.callback.session import FitSession
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.report import PrivacyReport, write_report
 

@@ -8,9 +8,8 @@ the user's optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,11 +19,12 @@ from torch import Tensor
 
 from lightning_lap2.callback import refusals
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
-from lightning_lap2.callback.journal import FILE_NAME, local_path
+from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.patches import Patches, muted_loggers
 from lightning_lap2.callback.plan import Horizon, Plan, affordable_charges, horizon, make_plan, summary
 from lightning_lap2.callback.refusals import UnsupportedSettingError
+from lightning_lap2.callback.resume import Resumed, accept_untracked, settle
 from lightning_lap2.callback.selfcheck import Checked, check_step
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.callback.spending import Spending
@@ -35,29 +35,6 @@ from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.mechanism import Mechanism
 from lightning_lap2.noise import NoiseSource, make_noise_source
 from lightning_lap2.sampling import Part
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """Progress of the Trainer in the checkpoint that a fit resumes from."""
-
-    global_step: int
-    epochs_done: int
-    batches_done: int
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> Resumed:
-        loops = checkpoint.get("loops", {}).get("fit_loop", {})
-        epoch = loops.get("epoch_progress", {}).get("current", {})
-        batch = loops.get("epoch_loop.batch_progress", {}).get("current", {})
-        processed = int(epoch.get("processed", 0))
-        # Within an epoch one more is started than processed; after its end the batch counter is stale.
-        inside = int(epoch.get("started", 0)) > processed
-        return cls(
-            global_step=int(checkpoint.get("global_step", 0)),
-            epochs_done=processed,
-            batches_done=int(batch.get("ready", 0)) if inside else 0,
-        )
 
 
 class FitSession:
@@ -179,43 +156,13 @@ class FitSession:
         return data.loader
 
     def _settle_ledger(self) -> None:
-        """Refuses an untracked checkpoint, and charges what a killed run released after its checkpoint."""
         if self.trainer.ckpt_path is not None and not self.checkpoint_seen:
             self.untracked_checkpoint()
-        found, owed = True, []
-        if self.trainer.is_global_zero:
-            found, owed = self.ledger.find_journal(self._beside_checkpoint()), self.ledger.owed()
-        found, owed = self.trainer.strategy.broadcast((found, owed))
-        self.ledger.settle(owed)
-        if not found:
-            lost = (
-                "the journal of the run that saved the checkpoint was not found; had that run been killed, what it "
-                "released after the checkpoint would be missing from the ledger"
-            )
-            self.ledger.add_caveat(lost)
-            self._warn(f"{lost}. Keep {FILE_NAME} beside the checkpoints or in the folder above them")
-        if owed:
-            self._say(
-                f"{len(owed)} releases made after the checkpoint by a run that was killed are charged to the ledger"
-            )
-
-    def _beside_checkpoint(self) -> list[Path]:
-        checkpoint = None if self.trainer.ckpt_path is None else local_path(self.trainer.ckpt_path)
-        return [] if checkpoint is None else list(checkpoint.resolve().parents[:2])
+        settle(self.ledger, self.trainer, self._say, self._warn)
 
     def untracked_checkpoint(self) -> None:
-        """A checkpoint without our state: its training may have spent any amount.
-
-        Raises:
-            UnsupportedSettingError: unless ``assume_nothing_spent``.
-        """
-        if not self.settings.assume_nothing_spent:
-            raise UnsupportedSettingError(
-                "the checkpoint holds no Lap2Privacy ledger, so what its training revealed about the data is "
-                "unknown; resume from a checkpoint saved with this callback, or, if it was trained on other (public) "
-                "data, pass assume_nothing_spent=True (the report then says so)"
-            )
-        self.ledger.add_caveat("resumed from a checkpoint without a ledger, declared to have spent nothing")
+        """See :func:`~lightning_lap2.callback.resume.accept_untracked`."""
+        accept_untracked(self.settings, self.ledger)
 
     def data_ready(self) -> None:
         """After Lightning set its train data up: one loader, and (once a fit) the plan and the cap on steps."""

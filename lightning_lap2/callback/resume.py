@@ -1,0 +1,79 @@
+"""Beginning where a checkpoint ended: the Trainer's progress, and a ledger that misses nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_lap2.callback.journal import FILE_NAME, local_path
+from lightning_lap2.callback.ledger import Ledger
+from lightning_lap2.callback.refusals import UnsupportedSettingError
+from lightning_lap2.callback.settings import Settings
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Progress of the Trainer in the checkpoint that a fit resumes from."""
+
+    global_step: int
+    epochs_done: int
+    batches_done: int
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Mapping[str, Any]) -> Resumed:
+        loops = checkpoint.get("loops", {}).get("fit_loop", {})
+        epoch = loops.get("epoch_progress", {}).get("current", {})
+        batch = loops.get("epoch_loop.batch_progress", {}).get("current", {})
+        processed = int(epoch.get("processed", 0))
+        # Within an epoch one more is started than processed; after its end the batch counter is stale.
+        inside = int(epoch.get("started", 0)) > processed
+        return cls(
+            global_step=int(checkpoint.get("global_step", 0)),
+            epochs_done=processed,
+            batches_done=int(batch.get("ready", 0)) if inside else 0,
+        )
+
+
+def accept_untracked(settings: Settings, ledger: Ledger) -> None:
+    """A checkpoint without our state: its training may have spent any amount.
+
+    Raises:
+        UnsupportedSettingError: unless ``assume_nothing_spent``, which the report then repeats.
+    """
+    if not settings.assume_nothing_spent:
+        raise UnsupportedSettingError(
+            "the checkpoint holds no Lap2Privacy ledger, so what its training revealed about the data is unknown; "
+            "resume from a checkpoint saved with this callback, or, if it was trained on other (public) data, pass "
+            "assume_nothing_spent=True (the report then says so)"
+        )
+    ledger.add_caveat("resumed from a checkpoint without a ledger, declared to have spent nothing")
+
+
+def settle(ledger: Ledger, trainer: Any, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    """Charges what a killed run released after the checkpoint, on every rank the same.
+
+    Raises:
+        ValueError: that run's journal is there and damaged.
+    """
+    found, owed = True, []
+    if trainer.is_global_zero:
+        found, owed = ledger.find_journal(_beside(trainer.ckpt_path)), ledger.owed()
+    found, owed = trainer.strategy.broadcast((found, owed))
+    ledger.settle(owed)
+    if not found:
+        lost = (
+            "the journal of the run that saved the checkpoint was not found; had that run been killed, what it "
+            "released after the checkpoint would be missing from the ledger"
+        )
+        ledger.add_caveat(lost)
+        warn(f"{lost}. Keep {FILE_NAME} beside the checkpoints or in the folder above them")
+    if owed:
+        say(f"{len(owed)} releases made after the checkpoint by a run that was killed are charged to the ledger")
+
+
+def _beside(checkpoint: Any) -> list[Path]:
+    """Where a moved run's journal may lie: the checkpoint's folder and the one above."""
+    path = None if checkpoint is None else local_path(checkpoint)
+    return [] if path is None else list(path.resolve().parents[:2])
