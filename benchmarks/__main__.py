@@ -22,8 +22,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: all")
     parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=list(METHODS),
-        help="plain always runs; those whose package is missing are left out (default: all)",
+        "--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if m != "loop"],
+        help="plain always runs; those whose package is missing are left out (default: all but loop)",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=9, help="rounds of each workload (default: 9)")
     parser.add_argument("--steps", type=int, default=2, help="steps per method and round, fastest counts (default: 2)")

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.families import find_workload
 from benchmarks.methods import METHODS, StepFunction
-from benchmarks.workloads import WORKLOADS
 
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Makes glibc map every tensor by itself and give it back when freed: the peak is then what the method holds, not how
@@ -53,7 +53,7 @@ def time_workload(name: str, methods: Sequence[str], rounds: int, steps: int) ->
     runners: dict[str, StepFunction] = {}
     for method in methods:
         try:
-            runners[method] = METHODS[method](WORKLOADS[name])
+            runners[method] = METHODS[method](find_workload(name))
             runners[method]()
             runners[method]()
             timing.seconds[method] = []
@@ -72,15 +72,15 @@ def time_workload(name: str, methods: Sequence[str], rounds: int, steps: int) ->
     return timing
 
 
-def peak_memory(name: str, method: str) -> float | None:
-    """MiB that three steps need at most above the resting process; ``None`` where the method fails."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.measure", name, method]
+def peak_memory(name: str, method: str, steps: int = 3) -> float | None:
+    """MiB that ``steps`` steps need at most above the resting process; ``None`` where the method fails."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.measure", name, method, str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | EXACT_MEMORY)
     found = re.search(r"^peak ([\d.]+)$", done.stdout, re.MULTILINE)
     return float(found[1]) if found else None
 
 
-def _status(field_name: str) -> float:
+def memory_status(field_name: str) -> float:
     """A memory figure of this process in MiB."""
     text = Path("/proc/self/status").read_text()
     found = re.search(rf"^{field_name}:\s+(\d+) kB", text, re.MULTILINE)
@@ -89,16 +89,20 @@ def _status(field_name: str) -> float:
     return int(found[1]) / 1024
 
 
-def _measure_peak(name: str, method: str) -> None:
-    # modules, batch, code and thread pools are there before the measurement: a small step of another workload
-    METHODS["plain"](WORKLOADS["cnn"])()
-    run = METHODS[method](WORKLOADS[name])
+def peak_of(run: StepFunction, steps: int) -> float:
+    """MiB that ``steps`` steps need at most above what this process holds now."""
     gc.collect()
-    resting = _status("VmRSS")
+    resting = memory_status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-    for _ in range(3):
+    for _ in range(steps):
         run()
-    print(f"peak {_status('VmHWM') - resting:.1f}")
+    return memory_status("VmHWM") - resting
+
+
+def _measure_peak(name: str, method: str, steps: int) -> None:
+    # modules, batch, code and thread pools are there before the measurement: a small step of another workload
+    METHODS["plain"](find_workload("cnn"))()
+    print(f"peak {peak_of(METHODS[method](find_workload(name)), steps):.1f}")
 
 
 def machine() -> str:
@@ -114,4 +118,4 @@ def machine() -> str:
 
 
 if __name__ == "__main__":
-    _measure_peak(sys.argv[1], sys.argv[2])
+    _measure_peak(sys.argv[1], sys.argv[2], int(sys.argv[3]))

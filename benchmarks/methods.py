@@ -117,6 +117,7 @@ METHODS: dict[str, Callable[[Workload], StepFunction]] = {
     "plain": plain,
     "ghost": ours("ghost"),
     "vmap": ours("vmap"),
+    "loop": ours("loop"),
     "opacus-hooks": opacus_mode("hooks"),
     "opacus-functorch": opacus_mode("functorch"),
     "opacus-ew": opacus_mode("ew"),
