@@ -40,6 +40,13 @@ NOTES = """
   with ignored labels or class weights, from which each example's own mean is recovered. The pre-flight at fit start
   compares it with plain autograd on real records and refuses otherwise.
 
+## Models of timm
+
+`python -m tests.zoo.timm_models` (it needs timm and torchvision, which the tests do not) makes the same comparison on
+whole models. With timm 1.0.31 and torch 2.14.1, ViT-tiny, DeiT-tiny, ConvNeXt-atto, Mixer-S32, and ResNet-18 and
+EfficientNet-Lite0 with frozen BatchNorm were within 1.1e-6 under every engine. Swin-tiny was under `"vmap"` and `"loop"`;
+`"ghost"` refuses it, since its windows are folded into the batch.
+
 ## What one example at a time means for a step
 
 * `self.log`, `self.log_dict` and torchmetrics objects are recorded and replayed once per batch, with the batch's
