@@ -29,6 +29,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="steps per method and round, fastest counts (default: 2)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--no-memory", action="store_true", help="leave the memory table out")
+    parser.add_argument("--no-time", action="store_true", help="leave the table of times out")
     return parser.parse_args()
 
 
@@ -61,14 +62,15 @@ def main() -> None:
     methods = ["plain", *[m for m in options.methods if m != "plain" and available(m)]]
     peers = f", opacus {importlib.metadata.version('opacus')}" if available("opacus") else ""
     print(f"{machine()}{peers}; {options.rounds} rounds\n")
-    timings = {}
-    for name in options.workloads:
-        print(f"timing {name} ...", file=sys.stderr)
-        timings[name] = time_workload(name, methods, options.rounds, options.steps)
-    print(time_table(timings, methods))
-    for name, timing in timings.items():
-        for method, why in timing.failures.items():
-            print(f"\n{method} on {name}: {why}")
+    if not options.no_time:
+        timings = {}
+        for name in options.workloads:
+            print(f"timing {name} ...", file=sys.stderr)
+            timings[name] = time_workload(name, methods, options.rounds, options.steps)
+        print(time_table(timings, methods), flush=True)
+        for name, timing in timings.items():
+            for method, why in timing.failures.items():
+                print(f"\n{method} on {name}: {why}")
     if not options.no_memory:
         print("\n" + memory_table(options.workloads, methods))
 

@@ -90,6 +90,7 @@ def _time_cell(point: Point | None) -> str:
 def plot(points: list[Point], curve: str, path: Path) -> None:
     """Time and memory side by side."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     label, what = CURVES[curve]
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
@@ -109,7 +110,9 @@ def plot(points: list[Point], curve: str, path: Path) -> None:
             axes.set_xscale("log", base=10 if curve == "parameters" else 2)
             if curve != "parameters":
                 axes.set_xticks(ticks, [f"{x:,}" for x in ticks])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(label)
         axes.set_ylabel(unit)
         axes.grid(True, which="major", color="#dddddd", linewidth=0.8)
