@@ -29,8 +29,6 @@ class Case:
         loss: which loss head.
         needs: packages beyond torch.
         refused: engine name -> a part of the sentence it must refuse with.
-        even: where examples differ in their number of labels, a batch in which they do not. An engine that runs the
-            whole batch (``"ghost"``) is right on this one only, and the pre-flight refuses it on the other.
     """
 
     name: str
@@ -39,7 +37,6 @@ class Case:
     loss: str
     needs: tuple[str, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
-    even: Callable[[int], Any] | None = None
 
     @property
     def available(self) -> bool:
@@ -185,27 +182,27 @@ HUGGING_FACE = [
          lambda count: hub.sentences(count) | {"labels": torch.sigmoid(_random(count, 3)).round()}, "multi-label",
          _HUB),
     Case("GPT-2", hub.decoder("GPT2Config", "GPT2LMHeadModel", n_embd=16, n_layer=2, n_head=2, n_positions=24),
-         hub.text, "language model", _HUB, even=hub.even_text),
-    Case("Llama", hub.decoder("LlamaConfig", "LlamaForCausalLM"), hub.text, "language model", _HUB, even=hub.even_text),
+         hub.text, "language model", _HUB),
+    Case("Llama", hub.decoder("LlamaConfig", "LlamaForCausalLM"), hub.text, "language model", _HUB),
     Case("Mistral, grouped queries", hub.decoder("MistralConfig", "MistralForCausalLM", num_key_value_heads=1),
-         hub.text, "language model", _HUB, even=hub.even_text),
+         hub.text, "language model", _HUB),
     Case("Qwen2", hub.decoder("Qwen2Config", "Qwen2ForCausalLM", num_key_value_heads=1), hub.packed_encoding,
-         "language model", _HUB, even=hub.even_text),
+         "language model", _HUB),
     Case("OPT", hub.decoder("OPTConfig", "OPTForCausalLM", ffn_dim=24, word_embed_proj_dim=16), hub.text,
-         "language model", _HUB, even=hub.even_text),
+         "language model", _HUB),
     Case(
         "T5", hub.decoder("T5Config", "T5ForConditionalGeneration", d_model=16, d_kv=8, d_ff=24, num_layers=2,
                           num_heads=2, decoder_start_token_id=0),
-        hub.text, "language model", _HUB, even=hub.even_text,
+        hub.text, "language model", _HUB,
     ),
     Case(
         "BART",
         hub.decoder("BartConfig", "BartForConditionalGeneration", d_model=16, encoder_layers=1, decoder_layers=1,
                     encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24,
                     decoder_start_token_id=2),
-        hub.text, "language model", _HUB, even=hub.even_text,
+        hub.text, "language model", _HUB,
     ),
-    Case("GPT-2 with LoRA (peft)", hub.lora, hub.text, "language model", ("transformers", "peft"), even=hub.even_text),
+    Case("GPT-2 with LoRA (peft)", hub.lora, hub.text, "language model", ("transformers", "peft")),
 ]  # fmt: skip
 
 CASES = PLAIN + HUGGING_FACE

@@ -93,15 +93,6 @@ def text(count: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
-def even_text(count: int) -> dict[str, Tensor]:
-    """The same with three labels in every sequence, so that a mean over tokens is a mean over examples."""
-    batch = text(count)
-    last = batch["attention_mask"].sum(1, keepdim=True)
-    position = torch.arange(batch["labels"].shape[1])[None]
-    kept = (position < last) & (position >= last - 3)
-    return batch | {"labels": batch["input_ids"].masked_fill(~kept, -100)}
-
-
 def packed_encoding(count: int) -> Any:
     """The same as a tokenizer returns it."""
     from transformers import BatchEncoding

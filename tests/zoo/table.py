@@ -73,10 +73,6 @@ def outcome(case: Case, engine: str) -> tuple[str, float]:
         error = worst_error(make_engine(engine, module), module, case.batch(COUNT), COUNT, each=False)
         if error < TOLERANCE:
             return "yes", error
-        if case.even is not None:
-            even = worst_error(make_engine(engine, module), module, case.even(COUNT), COUNT, each=False)
-            if even < TOLERANCE:
-                return "where examples have equally many labels", even
         return "no: it mixes examples (found by the pre-flight)", 0.0
     except UnsupportedModelError as refusal:
         return f"no: {_sentence(str(refusal))}", 0.0
