@@ -162,11 +162,11 @@ def _quantised(layer: nn.Module) -> _Seen:
 def _recurrent(layer: nn.Module) -> _Seen:
     if not isinstance(layer, nn.RNNBase):
         return None
-    refused_by = ("ghost",) if isinstance(layer, nn.LSTM) else ()
     reason = (
-        "engine='vmap' runs it without its fused kernel, so slowly, and packed sequences only run under engine='loop'"
+        "engine='vmap' and 'ghost' run it without its fused kernel, so slowly, and packed sequences only run under "
+        "engine='loop'"
     )
-    return refused_by, reason, "it as it is, or engine='loop' where the sequences are packed"
+    return (), reason, "it as it is, or engine='loop' where the sequences are packed"
 
 
 _LOOKS: tuple[Callable[[nn.Module], _Seen], ...] = (

@@ -112,7 +112,7 @@ def test_checkpointing_observers_and_recurrent_layers() -> None:
     assert suggest(FakeQuantize())[0].refused_by == ALL
     remark = suggest(nn.GRU(2, 2))[0]
     assert remark.refused_by == ()
-    assert suggest(nn.LSTM(2, 2))[0].refused_by == ("ghost",)
+    assert suggest(nn.LSTM(2, 2))[0].refused_by == ()
     assert suggest(nn.EmbeddingBag(2, 2))[0].refused_by == ("ghost",)
     assert "runs: engine='vmap' runs it without its fused kernel" in str(remark)
 
