@@ -114,7 +114,7 @@ def test_checkpointing_observers_and_recurrent_layers() -> None:
     assert remark.refused_by == ()
     assert suggest(nn.LSTM(2, 2))[0].refused_by == ()
     assert suggest(nn.EmbeddingBag(2, 2))[0].refused_by == ("ghost",)
-    assert "runs: engine='vmap' runs it without its fused kernel" in str(remark)
+    assert "runs: engine='vmap' and 'ghost' run it without its fused kernel" in str(remark)
 
 
 def test_a_readable_list_that_changes_nothing() -> None:

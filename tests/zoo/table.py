@@ -44,8 +44,8 @@ NOTES = """
 
 `python -m tests.zoo.timm_models` (it needs timm and torchvision, which the tests do not) makes the same comparison on
 whole models. With timm 1.0.31 and torch 2.14.1, ViT-tiny, DeiT-tiny, ConvNeXt-atto, Mixer-S32, and ResNet-18 and
-EfficientNet-Lite0 with frozen BatchNorm were within 1.1e-6 under every engine; Swin-tiny under `"vmap"` and `"loop"`, while
-`"ghost"` refuses it: its windows are folded into the batch.
+EfficientNet-Lite0 with frozen BatchNorm were within 1.1e-6 under every engine; Swin-tiny under `"vmap"` and `"loop"`,
+while `"ghost"` refuses it: its windows are folded into the batch.
 
 ## What one example at a time means for a step
 
