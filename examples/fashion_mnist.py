@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import csv
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from data import idx, loader
 from jsonargparse import ArgumentParser
 from lightning.pytorch.loggers import TensorBoardLogger
+from steptime import StepTime
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -78,21 +78,6 @@ class IdxData(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         return loader(self.test, batch_size=1000)
-
-
-class StepTime(L.Callback):
-    """Seconds per step, the first 20 (warm-up) left out."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.ends.append(time.perf_counter())
-
-    @property
-    def seconds(self) -> float:
-        skip = min(20, len(self.ends) // 2)
-        return (self.ends[-1] - self.ends[skip]) / (len(self.ends) - 1 - skip)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

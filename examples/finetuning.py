@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import lightning as L
 import torch
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 from lightning.pytorch.loggers import TensorBoardLogger
+from steptime import StepTime
 from torch.utils.data import DataLoader
 
 from lightning_lap2 import Lap2Privacy
@@ -29,21 +29,6 @@ def cached(path: str | None, key: list[Any], compute: Callable[[], Any]) -> Any:
     if path:
         torch.save({"key": key, "value": value}, path)
     return value
-
-
-class StepTime(L.Callback):
-    """Seconds per step, the first few (warm-up) left out."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.ends.append(time.perf_counter())
-
-    @property
-    def seconds(self) -> float:
-        skip = min(5, len(self.ends) // 2)
-        return (self.ends[-1] - self.ends[skip]) / max(1, len(self.ends) - 1 - skip)
 
 
 def common_arguments(parser: ArgumentParser, **defaults: Any) -> None:

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("cli", "data", "digits", "fashion_mnist")
+NAMES = ("cli", "data", "digits", "fashion_mnist", "finetune_image", "finetune_text", "finetuning", "steptime")
 
 
 @pytest.fixture
