@@ -35,7 +35,7 @@ def flags(settings: dict[str, Any]) -> list[str]:
     return [f"--trainer.{key}={str(value).lower()}" for key, value in settings.items()]
 
 
-def test_yaml_gives_the_same_weights_as_python(example: Example, tmp_path: Path) -> None:
+def test_scenario_15_yaml_gives_the_same_weights_as_python(example: Example, tmp_path: Path) -> None:
     config = yaml.safe_load((CONFIGS / "digits.yaml").read_text())
     config["trainer"] |= {**QUIET, "max_epochs": 2}
     config["trainer"]["callbacks"][0]["init_args"]["noise_seed"] = 7

@@ -134,7 +134,7 @@ def test_frozen_parameters_are_not_part_of_it(kind: type[Engine]) -> None:
     assert clipped(kind(module), data, 4, FlatClipper(1.0)).numel() == 4 * 6 + 6 + 6 * 3 + 3
 
 
-def test_norms_of_long_vectors_are_exact() -> None:
+def test_scenario_17_norms_of_long_vectors_are_exact() -> None:
     """3e7 entries: a plain fp32 norm would be 4e-4 too small, and the clipped gradient as much too long."""
     generator = torch.Generator().manual_seed(0)
     g = torch.randn(1, 30_000_000, generator=generator)

@@ -34,7 +34,7 @@ def made(distribution: str, dtype: torch.dtype, *words: int, size: int = 2) -> n
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 96), (torch.float64, 128)])
-def test_all_zero_keystream_is_the_far_end(dtype, bits):
+def test_scenario_17_all_zero_keystream_is_the_far_end(dtype, bits):
     """k = 0 and r = 0: t = 2^-bits, so bits log 2 scales (Laplace), sqrt(2 bits log 2) (Gaussian)."""
     assert np.abs(made("laplace", dtype)) == pytest.approx(bits * LOG2, rel=1e-6)
     assert bits * LOG2 > 36
