@@ -150,6 +150,13 @@ class FitSession:
                 "the train data changed between epochs (reload_dataloaders_every_n_epochs): "
                 f"{self.facts} became {data.facts}; N and the batch size are public constants of a run"
             )
+        first = trainer.strategy.broadcast(data.facts)
+        if data.facts != first:
+            raise UnsupportedSettingError(
+                f"rank {trainer.global_rank} trains on {data.facts}, rank 0 on {first}: one sampling rate and one "
+                "ledger hold for all ranks; give every rank the same whole data set and batch size (the draws are "
+                "shared out)"
+            )
         self.data, self.facts = data, data.facts
         batch = self._progress.batches_done if self.plan is None else 0
         data.start(Position(release=self.ledger.releases, batch=batch))

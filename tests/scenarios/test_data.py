@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -187,3 +188,15 @@ def test_clipping_is_in_the_path(engine: str) -> None:
         trainer(callback, max_steps=1).fit(module, loader(batch_size=64))
         moves.append((flat(module) - before).norm().item())
     assert 0 < moves[0] <= 1e-3 * (1 + 1e-4) < moves[1]
+
+
+def test_ranks_with_unlike_data_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 says that it has another data set: the sampling rate would be another on each rank."""
+    run = trainer(Lap2Privacy(eps=1.0), max_epochs=1)
+
+    def from_rank_0(value: Any, src: int = 0) -> Any:
+        return dataclasses.replace(value, num_examples=128) if dataclasses.is_dataclass(value) else value
+
+    monkeypatch.setattr(run.strategy, "broadcast", from_rank_0)
+    with pytest.raises(ValueError, match="rank 0 trains on .*num_examples=64.*num_examples=128.*same whole data set"):
+        run.fit(Classifier(), loader())
