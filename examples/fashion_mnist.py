@@ -27,21 +27,56 @@ from torch.utils.data import DataLoader
 from lightning_lap2 import Lap2Privacy
 
 Optimizer = Literal["adam", "sgd"]
+Norm = Literal["none", "group"]
+Schedule = Literal["constant", "linear"]
+
+
+class StandardizedConv2d(nn.Conv2d):
+    """Each filter is centred and scaled to unit length before it is used (weight standardization, Qiao et al. 2019)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean(dim=(1, 2, 3), keepdim=True)  # [out, in, h, w]
+        length = torch.linalg.vector_norm(weight, dim=(1, 2, 3), keepdim=True)
+        return self._conv_forward(x, weight / (length + 1e-6), self.bias)
 
 
 class TutorialCNN(L.LightningModule):
-    """The CNN of TF-Privacy's tutorial: 26,010 parameters."""
+    """The CNN of TF-Privacy's tutorial: 26,010 parameters.
+
+    Args:
+        norm: ``"group"`` puts a GroupNorm of 8 groups after each convolution (96 parameters more).
+        standardize: weight standardization in the convolutions.
+        centre: pixels in [0, 1] become (x - 0.5) / 0.25, with public constants: nothing is fitted on the images.
+        schedule: ``"linear"`` lets the learning rate fall to 0 at the Trainer's last step.
+        momentum: of ``"sgd"``.
+    """
 
     def __init__(
-        self, lr: float = 1e-3, optimizer: Optimizer = "adam", weight_decay: float = 1e-4, label_smoothing: float = 0.15
+        self,
+        lr: float = 1e-3,
+        optimizer: Optimizer = "adam",
+        weight_decay: float = 1e-4,
+        label_smoothing: float = 0.15,
+        momentum: float = 0.9,
+        schedule: Schedule = "constant",
+        norm: Norm = "none",
+        standardize: bool = False,
+        centre: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        conv = StandardizedConv2d if standardize else nn.Conv2d
+
+        def after(channels: int) -> list[nn.Module]:
+            return [nn.GroupNorm(8, channels)] if norm == "group" else []
+
         self.net = nn.Sequential(  # [B, 1, 28, 28]
-            nn.Conv2d(1, 16, 8, stride=2, padding=3),  # [B, 16, 14, 14]
+            conv(1, 16, 8, stride=2, padding=3),  # [B, 16, 14, 14]
+            *after(16),
             nn.ReLU(),
             nn.MaxPool2d(2, 1),  # [B, 16, 13, 13]
-            nn.Conv2d(16, 32, 4, stride=2),  # [B, 32, 5, 5]
+            conv(16, 32, 4, stride=2),  # [B, 32, 5, 5]
+            *after(32),
             nn.ReLU(),
             nn.MaxPool2d(2, 1),  # [B, 32, 4, 4]
             nn.Flatten(),  # [B, 512]
@@ -50,19 +85,30 @@ class TutorialCNN(L.LightningModule):
             nn.Linear(32, 10),
         )
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net((x - 0.5) / 0.25 if self.hparams.centre else x)
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch  # [B, 1, 28, 28], [B]
-        return F.cross_entropy(self.net(x), y, label_smoothing=self.hparams.label_smoothing)
+        return F.cross_entropy(self(x), y, label_smoothing=self.hparams.label_smoothing)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         x, y = batch
-        self.log("val_accuracy", (self.net(x).argmax(dim=1) == y).float().mean())
+        self.log("val_accuracy", (self(x).argmax(dim=1) == y).float().mean(), batch_size=len(y))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         hp = self.hparams
         if hp.optimizer == "sgd":
-            return torch.optim.SGD(self.parameters(), lr=hp.lr, momentum=0.9, weight_decay=hp.weight_decay)
-        return torch.optim.Adam(self.parameters(), lr=hp.lr, weight_decay=hp.weight_decay)
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(
+                self.parameters(), lr=hp.lr, momentum=hp.momentum, weight_decay=hp.weight_decay
+            )
+        else:
+            optimizer = torch.optim.Adam(self.parameters(), lr=hp.lr, weight_decay=hp.weight_decay)
+        if hp.schedule == "constant":
+            return optimizer
+        steps = self.trainer.estimated_stepping_batches
+        decay = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": decay, "interval": "step"}}
 
 
 class IdxData(L.LightningDataModule):

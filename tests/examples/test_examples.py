@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -45,26 +43,6 @@ def test_digits_runs_as_a_script() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert "--eps EPS" in run.stdout and "--batch-size" in run.stdout
-
-
-def write_idx(path: Path, values: np.ndarray) -> None:
-    header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, dtype=">u4").tobytes()
-    content = header + values.astype(np.uint8).tobytes()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-
-
-@pytest.fixture
-def mnist_like(tmp_path: Path) -> Path:
-    """Two hundred images with a bright row that tells the class; half of the files gzipped."""
-    folder = tmp_path / "idx"
-    folder.mkdir()
-    for split, count in (("train", 200), ("t10k", 60)):
-        labels = np.arange(count) % 10
-        images = np.zeros((count, 28, 28), dtype=np.uint8)
-        images[np.arange(count), 2 * labels] = 255
-        write_idx(folder / f"{split}-images-idx3-ubyte.gz", images)
-        write_idx(folder / f"{split}-labels-idx1-ubyte", labels)
-    return folder
 
 
 @pytest.mark.parametrize("engine", ["vmap", "ghost"])
