@@ -40,11 +40,11 @@ def recipe(name: RecipeName, eps: float) -> Recipe:
     * ``"tuned"``: the paper's network; large batches, SGD with momentum and a learning rate that falls linearly to
       zero, the weights averaged over the last steps, pixels centred by public constants. The smaller the budget, the
       larger the batches, the fewer the steps and the smaller the learning rate.
-    * ``"tuned_norm"``: the same with GroupNorm after each convolution.
+    * ``"tuned_norm"``: the same with GroupNorm after each convolution, and large batches at every budget.
     """
     if name == "plain":
         return _PLAIN
-    batch_size, steps, lr = next(row[1:] for row in _SCHEDULE if eps >= row[0])
+    batch_size, steps, lr = next(row[1:] for row in _SCHEDULES[name] if eps >= row[0])
     return Recipe(
         batch_size=batch_size,
         steps=steps,
@@ -64,4 +64,7 @@ def recipe(name: RecipeName, eps: float) -> Recipe:
 
 
 # from eps upwards: expected batch size, steps, learning rate
-_SCHEDULE = ((2.0, 1024, 600, 1.0), (1.0, 1024, 500, 0.7), (0.5, 1024, 400, 0.5), (0.0, 2048, 200, 0.2))
+_SCHEDULES = {
+    "tuned": ((2.0, 1024, 600, 1.0), (1.0, 1024, 500, 0.7), (0.5, 1024, 400, 0.5), (0.0, 2048, 200, 0.2)),
+    "tuned_norm": ((2.0, 2048, 600, 1.0), (1.0, 2048, 500, 0.7), (0.5, 2048, 400, 0.5), (0.0, 2048, 200, 0.2)),
+}
