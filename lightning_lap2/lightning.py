@@ -31,6 +31,10 @@ class Lap2Privacy(Lap2Core, pl.Callback):
             gradients kept: less memory, faster for wide layers), ``"loop"`` (one example at a time: slow, runs
             anything).
         chunk_size: examples per vmap call; ``None``: chosen. Speed and memory only.
+        augmentations: K views per example (De et al. 2022, arXiv 2204.13650, "augmentation multiplicity"). The data
+            set is asked K times for each drawn record, so that its random transforms give K views; ``training_step``
+            sees K rows per record, side by side. The K views are one example: their mean gradient is clipped.
+            Sampling rate, batch size and guarantee are those of K = 1; a step costs K times as much.
         noise_source: ``"aes"`` (cryptographic; ``"auto"`` on the CPU), ``"torch"`` (the device's generator;
             ``"auto"`` on accelerators).
         noise_seed: ``None``: noise and draws from the operating system's entropy, untouched by

@@ -41,6 +41,7 @@ class PrivacyReport:
     planned_steps: float | None
     best_order: float | None
     engine: str
+    augmentations: int
     noise_source: str | None
     noise_seed: int | None
     reproducible: bool

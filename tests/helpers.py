@@ -65,6 +65,27 @@ def loader(number: int, batch_size: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(records(number), batch_size=batch_size, **options)
 
 
+class Viewed(Dataset[Any]):
+    """:func:`records` that differ at each fetch: fetch number k of a record gives its view k mod ``views``.
+
+    ``views`` fetches in a row give every view once, wherever they begin, so a run does not depend on which process
+    fetches what.
+    """
+
+    def __init__(self, number: int, views: int) -> None:
+        self.records, self.views = records(number), views
+        self.shifts = torch.randn(views, 3, generator=torch.Generator().manual_seed(4))
+        self.fetched = [0] * number
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = self.records[index]
+        self.fetched[index] += 1
+        return x + self.shifts[self.fetched[index] % self.views], y
+
+
 Step = Callable[[Any, Any, int], Any]
 
 

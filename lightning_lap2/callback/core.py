@@ -43,6 +43,7 @@ class Lap2Core:
         clipping: Literal["flat"] = "flat",
         engine: Literal["vmap", "ghost", "loop"] = "vmap",
         chunk_size: int | None = None,
+        augmentations: int = 1,
         noise_source: Literal["auto", "aes", "torch"] = "auto",
         noise_seed: int | None = None,
         assume_nothing_spent: bool = False,
@@ -60,6 +61,7 @@ class Lap2Core:
             clipping=clipping,
             engine=engine,
             chunk_size=chunk_size,
+            augmentations=augmentations,
             noise_source=noise_source,
             noise_seed=noise_seed,
             assume_nothing_spent=assume_nothing_spent,
@@ -208,6 +210,7 @@ class Lap2Core:
             f"{facts.sample_rate:.6g}, planned steps {'unlimited' if math.isinf(steps) else int(steps)}, "
             f"n={session.window.layout.numel:,} trainable parameters, engine {session.engine.name!r}, noise source "
             f"{session.noise.name!r}"
+            + (f", {self.settings.augmentations} views per example" if self.settings.augmentations > 1 else "")
             + (f", {self.steps} earlier releases" if self.steps else "")
             + (" [fast_dev_run: its step is charged too]" if session.trainer.fast_dev_run else "")
         )

@@ -53,6 +53,10 @@ class TrainingData:
     Args:
         loader: what Lightning would have trained on, after its own sampler injection.
         limit: ``Trainer(limit_train_batches)``.
+        views: rows per example in a batch; no number of :class:`DataFacts` depends on it.
+
+    Raises:
+        UnsupportedSettingError: several views of records that cannot be asked for twice.
     """
 
     def __init__(
@@ -65,8 +69,9 @@ class TrainingData:
         rank: int,
         world_size: int,
         seed: int | None,
+        views: int = 1,
     ) -> None:
-        self._accumulate = accumulate
+        self._accumulate, self.views = accumulate, views
         self.sampler: PoissonBatchSampler | RecordedBatchSampler | None
         if sampling == "poisson":
             check_loader(loader)
@@ -79,6 +84,7 @@ class TrainingData:
                 rank=rank,
                 world_size=world_size,
                 seed=seed,
+                views=views,
             )
             self.loader: Any = rebuild_loader(loader, self.sampler)
             self.facts = DataFacts(
@@ -103,10 +109,15 @@ class TrainingData:
                     f"an IterableDataset on {world_size} ranks may give one record to several of them, which cannot "
                     "be checked; use a map-style data set, or one device"
                 )
+            if self.views > 1:
+                raise UnsupportedSettingError(
+                    f"augmentations={self.views} asks the data set several times for one record, which an "
+                    "IterableDataset cannot answer; use a map-style data set, or augmentations=1"
+                )
             self.sampler, self.loader, length = None, loader, _length(loader)
         else:
             provably_once(loader, world_size)
-            self.sampler = RecordedBatchSampler(loader.batch_sampler, accumulate=self._accumulate)
+            self.sampler = RecordedBatchSampler(loader.batch_sampler, accumulate=self._accumulate, views=self.views)
             self.loader, length = rebuild_loader(loader, self.sampler), len(loader)
         expected = _batch_size(loader) * self._accumulate * world_size
         self._batches = _limited(length, limit)

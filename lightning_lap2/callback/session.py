@@ -144,6 +144,7 @@ class FitSession:
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             seed=self.settings.noise_seed,
+            views=self.settings.augmentations,
         )
         if self.plan is not None and data.facts != self.facts:
             raise UnsupportedSettingError(
@@ -290,7 +291,20 @@ class FitSession:
             return
         assert self.data is not None
         with muted_loggers(self.trainer, self.pl), self._user_code():
-            self.checked = check_step(self.trainer, self.module, self.engine, self.window.layout, self.data.source)
+            self.checked = check_step(
+                self.trainer,
+                self.module,
+                self.engine,
+                self.window.layout,
+                self.data.source,
+                views=self.settings.augmentations,
+            )
+        if self.checked.identical_views:
+            self._warn(
+                f"augmentations={self.settings.augmentations}, but all views of each record looked at are identical: "
+                "every view costs time and adds nothing. Put random transforms into the data set's __getitem__, "
+                "collate_fn or on_after_batch_transfer, or use augmentations=1"
+            )
         self._refuse_feedback(self.checked.logged_names)
 
     def open_journal(self) -> None:
@@ -356,9 +370,10 @@ class FitSession:
         assert self.data is not None
         found = rows(batch)
         part = self.data.next_part(found)
-        if found != max(part.count, 1):
+        fetched = max(part.count, 1) * self.settings.augmentations
+        if found != fetched:
             raise UnsupportedSettingError(
-                f"collate_fn returned {found} rows for {max(part.count, 1)} records; each record must give exactly "
+                f"collate_fn returned {found} rows for {fetched} records; each record must give exactly "
                 "one row, else a record could enter a step more than once"
             )
         self._part = part
@@ -374,7 +389,7 @@ class FitSession:
             )
         if self.window.begins(part):
             self._new_window()
-        call = StepCall(args, part.count, self.trainer.precision_plugin.train_step_context)
+        call = StepCall(args, part.count, self.trainer.precision_plugin.train_step_context, self.settings.augmentations)
         with self._user_code():
             output = self.engine.accumulate(call, self.window.layout, self.clipper, self.window.open(part))
         return _with_leaf_loss(output, self.window.layout.device)

@@ -34,6 +34,7 @@ class Settings:
     clipping: Clipping
     engine: EngineName
     chunk_size: int | None
+    augmentations: int
     noise_source: NoiseSourceName
     noise_seed: int | None
     assume_nothing_spent: bool
@@ -51,6 +52,7 @@ class Settings:
         _validate.choice("noise_source", self.noise_source, ("auto", "aes", "torch"))
         _validate.boolean("assume_nothing_spent", self.assume_nothing_spent)
         _validate.boolean("allow_feedback", self.allow_feedback)
+        _validate.integer("augmentations", self.augmentations, minimum=1)
         if self.chunk_size is not None:
             _validate.integer("chunk_size", self.chunk_size, minimum=1)
         if self.noise_seed is not None:

@@ -54,9 +54,22 @@ class BatchParts:
         """
         return _rebuild(self.batch, "batch", iter(tensors), per_example)
 
-    def example(self, index: int) -> Any:
-        """A batch of one: row ``index``."""
-        return self.rows(index, index + 1)
+    def example(self, index: int, views: int = 1) -> Any:
+        """A batch of one: the ``views`` rows of example ``index``."""
+        return self.rows(index * views, (index + 1) * views)
+
+    def examples(self, views: int) -> int:
+        """How many examples of ``views`` rows each the batch holds, at least 1.
+
+        Raises:
+            ValueError: the rows are not whole examples. (A hook of the user's made rows, or dropped some.)
+        """
+        if self.count == 0 or self.count % views:
+            raise ValueError(
+                f"a batch of {self.count} rows is not made of examples of {views} rows each; an empty draw is a "
+                "template of one example with StepCall.count 0"
+            )
+        return self.count // views
 
     def rows(self, start: int, stop: int) -> Any:
         """A batch of the rows ``start`` to ``stop - 1``, views of this one's memory."""

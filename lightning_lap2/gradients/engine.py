@@ -31,12 +31,14 @@ class StepCall:
         args: the arguments, ``args[0]`` is the batch on the right device.
         count: how many examples the batch holds. 0 marks an empty draw: the batch is then a template of one
             record, run for its log calls only; it must add nothing to the sum.
+        views: rows per example, side by side: example i is rows ``i * views`` to ``(i + 1) * views - 1``.
         context: entered around the user's code (autocast of the precision plugin).
     """
 
     args: tuple[Any, ...]
     count: int
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+    views: int = 1
 
     @property
     def batch(self) -> Any:
@@ -62,7 +64,8 @@ class Engine(ABC):
         """Adds ``sum_i weight_i * grad_i`` over the batch's examples to ``total`` (``[n]``, fp32 or fp64).
 
         Each ``grad_i`` is the gradient of the loss that ``training_step`` returns for example i alone (for
-        engines that run the whole batch: of its share of the batch loss times the batch size). Norms are of
+        engines that run the whole batch: of its share of the batch loss times the batch size). Example i alone is
+        a batch of its ``call.views`` rows, so that a mean loss gives the mean of the views' gradients. Norms are of
         exactly the gradient that is summed and accumulated in fp64; sums are in ``total.dtype`` and never in TF32
         or bf16; a non-finite example adds nothing.
 

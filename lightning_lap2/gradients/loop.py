@@ -43,16 +43,15 @@ class LoopEngine(Engine):
         """See :meth:`Engine.accumulate`."""
         refuse_layers(self.module, vmapped=False)
         parts = take_apart(call.batch)
-        if parts.count == 0:
-            raise ValueError("a batch without rows; an empty draw is a template of one row with StepCall.count 0")
+        examples = parts.examples(call.views)
         guard = AttributeGuard(self.module, allow_plain=False)
         traces: list[Trace] = []
         try:
             with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
-                for index in range(parts.count):
+                for index in range(examples):
                     trace = self._recorder.begin()
                     with call.context():
-                        output = self.module.training_step(parts.example(index), *call.args[1:])  # type: ignore[operator]
+                        output = self.module.training_step(parts.example(index, call.views), *call.args[1:])  # type: ignore[operator]
                         loss = trace.take_output(output)
                     traces.append(trace)
                     guard.end_call()

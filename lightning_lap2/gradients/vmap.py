@@ -96,9 +96,9 @@ class VmapEngine(Engine):
         """See :meth:`Engine.accumulate`."""
         refuse_layers(self.module, vmapped=True)
         parts = take_apart(call.batch)
-        if parts.count == 0:
-            raise ValueError("a batch without rows; an empty draw is a template of one row with StepCall.count 0")
-        chunk = self.chunk_size or self._chunk_size(parts.count, layout)
+        examples = parts.examples(call.views)
+        by_example = [t.unflatten(0, (examples, call.views)) for t in parts.tensors]
+        chunk = self.chunk_size or self._chunk_size(examples, layout)
         guard = AttributeGuard(self.module, allow_plain=True)
         names = _slot_names(self.module, layout)
         traces: list[Trace] = []
@@ -110,9 +110,9 @@ class VmapEngine(Engine):
                 way_through(self.module, layout.device),
                 torch.enable_grad(),
             ):
-                for start in range(0, parts.count, chunk):
+                for start in range(0, examples, chunk):
                     guard.begin_call()
-                    rows = [t[start : start + chunk] for t in parts.tensors]
+                    rows = [t[start : start + chunk] for t in by_example]
                     gradients, aux = self._chunk(call, parts, rows, names, layout)
                     guard.end_call()
                     traces.append(self._recorder.trace)
@@ -136,12 +136,13 @@ class VmapEngine(Engine):
     def _chunk(
         self, call: StepCall, parts: BatchParts, rows: list[Tensor], names: list[list[str]], layout: ParameterLayout
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Gradients ``[b, *shape]`` per parameter and the carried-out tensors ``[b, ...]`` of one chunk."""
+        """Gradients ``[b, *shape]`` per parameter and the carried-out tensors ``[b, ...]`` of one chunk, whose
+        ``rows`` are ``[b, views, ...]``."""
         others = call.args[1:]
 
         def step(parameters: tuple[Tensor, ...], *row: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             trace = self._recorder.begin()
-            batch = parts.rebuild([t[None] for t in row], untouchable)
+            batch = parts.rebuild(row, untouchable)
             by_slot = {name: p for slots, p in zip(names, parameters, strict=True) for name in slots}
             with call.context():
                 output = functional_call(self._step, by_slot, (batch, *others), tie_weights=False)
@@ -167,7 +168,7 @@ class VmapEngine(Engine):
         self._recorder.begin()
         try:
             with call.context():
-                self.module.training_step(parts.example(0), *call.args[1:])  # type: ignore[operator]
+                self.module.training_step(parts.example(0, call.views), *call.args[1:])  # type: ignore[operator]
         except Exception:
             return False
         return True

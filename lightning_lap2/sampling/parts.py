@@ -23,7 +23,7 @@ class Part:
         index: which part of the window, 0 .. of - 1.
         of: loader batches in the window.
         count: examples drawn for this part on this rank; 0 for an empty draw, whose batch holds one template
-            record that must get weight zero.
+            record that must get weight zero. A batch has ``views`` rows for each of them.
     """
 
     release: int
@@ -69,12 +69,17 @@ class WindowedBatchSampler(Sampler[list[int]], ABC):
     Windows are numbered on from one pass to the next. A pass that ran to its end counts all its windows; one
     abandoned earlier (a limit on batches, an iterator made twice) counts those of which a part was taken, and
     one of which nothing was taken does not count at all. :meth:`start` sets the numbers anew.
+
+    With ``views`` = K every index is given K times in a row, so that the data set is asked K times for the example
+    and its random transforms give K views. Numbers of examples, rates and parts are those of K = 1: an example's
+    views lie in one batch, side by side.
     """
 
     drop_last = False
 
-    def __init__(self, num_batches: int | None, accumulate: int) -> None:
+    def __init__(self, num_batches: int | None, accumulate: int, views: int = 1) -> None:
         self.accumulate = positive("accumulate", accumulate)
+        self.views = positive("views", views)
         self._epoch_batches = None if num_batches is None else positive("num_batches", num_batches)
         self._most_batches = self._epoch_batches
         self._pending: tuple[int, int] | None = None
@@ -141,7 +146,7 @@ class WindowedBatchSampler(Sampler[list[int]], ABC):
             batches = draw(release, parts)
             for index, (batch, count) in enumerate(batches, start=first):
                 current.drawn.append(Part(release, index, first + len(batches), count))
-                yield batch
+                yield batch if self.views == 1 else [example for example in batch for _ in range(self.views)]
             position += len(batches)
             release += bool(batches)
             if len(batches) < parts:

@@ -48,6 +48,7 @@ class PoissonBatchSampler(WindowedBatchSampler):
         world_size: processes.
         seed: makes the draws a function of (seed, release, rank), for runs that must be repeatable; such runs
             are **not private** towards anyone who knows the seed.
+        views: how often each drawn index is given, in a row; the draws do not depend on it.
 
     Attributes:
         sample_rate: q = batch_size * accumulate * world_size / num_examples, at least the rate of every draw.
@@ -68,8 +69,9 @@ class PoissonBatchSampler(WindowedBatchSampler):
         rank: int = 0,
         world_size: int = 1,
         seed: int | None = None,
+        views: int = 1,
     ) -> None:
-        super().__init__(positive("num_batches", num_batches), accumulate)
+        super().__init__(positive("num_batches", num_batches), accumulate, views)
         self.num_examples = positive("num_examples", num_examples)
         self.batch_size = positive("batch_size", batch_size)
         self.num_batches = num_batches

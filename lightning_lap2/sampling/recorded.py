@@ -13,7 +13,7 @@ from lightning_lap2.sampling.parts import Draw, WindowedBatchSampler
 
 
 class RecordedBatchSampler(WindowedBatchSampler):
-    """Yields the lists of another batch sampler unchanged and keeps the same record of parts.
+    """Yields the lists of another batch sampler (each index ``views`` times) and keeps the same record of parts.
 
     Without sampling there is no amplification: a pass in which every example is used at most once costs one
     release at q = 1 (under zero-out adjacency). That "at most once" is checked here index by index, on this
@@ -27,6 +27,7 @@ class RecordedBatchSampler(WindowedBatchSampler):
         batch_sampler: an iterable of index lists, one pass per iteration.
         num_batches: loader batches per epoch; by default the length of ``batch_sampler``.
         accumulate: loader batches per optimizer step.
+        views: how often each index is given, in a row.
 
     Raises:
         TypeError: if ``num_batches`` is not given and ``batch_sampler`` has no length.
@@ -38,12 +39,13 @@ class RecordedBatchSampler(WindowedBatchSampler):
         *,
         num_batches: int | None = None,
         accumulate: int = 1,
+        views: int = 1,
     ) -> None:
         if num_batches is None:
             if not isinstance(batch_sampler, Sized):
                 raise TypeError(f"{type(batch_sampler).__name__} has no length: give num_batches")
             num_batches = len(batch_sampler)
-        super().__init__(num_batches, accumulate)
+        super().__init__(num_batches, accumulate, views)
         self.num_batches = num_batches
         self.batch_sampler = batch_sampler
 

@@ -20,6 +20,7 @@ DEFAULTS = {
     "clipping": "flat",
     "engine": "vmap",
     "chunk_size": None,
+    "augmentations": 1,
     "noise_source": "auto",
     "noise_seed": None,
     "assume_nothing_spent": False,

@@ -24,6 +24,7 @@ from lightning_lap2.callback import session as session_module
 from lightning_lap2.callback import window as window_module
 from tests.helpers import (
     LIGHTNING,
+    Viewed,
     budget_for,
     classifier,
     gradient_spy,
@@ -79,6 +80,21 @@ def same_as_one_process_in_buckets(ranks: Ranks) -> Result:
 
 def same_as_one_process_accumulating(ranks: Ranks) -> Result:
     return same_as_one_process(ranks, accumulate=2)
+
+
+def several_views_of_each_example(ranks: Ranks) -> Result:
+    """As above, with three views of each record: were they not in one batch of one rank, clipping would differ."""
+    callback = Lap2Privacy(eps=math.inf, noise_multiplier=0.0, max_grad_norm=0.7, augmentations=3)
+    module = classifier(pl)
+    seen: list[int] = []
+
+    class Rows(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(len(batch[0]))
+
+    trainer = ranks.trainer(callback, Rows(), max_epochs=6, accumulate_grad_batches=2)
+    trainer.fit(module, DataLoader(Viewed(12, 3), batch_size=12 // ranks.number // 2))
+    return {"weights": weights(module), "steps": callback.steps, "q": callback.sample_rate, "rows": sum(seen)}
 
 
 def laplace_noise_once(ranks: Ranks) -> Result:
@@ -411,6 +427,7 @@ SCENARIOS: dict[str, Callable[[Ranks], Result]] = {
         same_as_one_process,
         same_as_one_process_in_buckets,
         same_as_one_process_accumulating,
+        several_views_of_each_example,
         laplace_noise_once,
         budget_beats_minimums,
         budget_beats_minimums_accumulating,

@@ -24,6 +24,7 @@ pl, Lap2Privacy = LIGHTNING.pl, LIGHTNING.lap2
 
 TWO = [
     "same_as_one_process",
+    "several_views_of_each_example",
     "laplace_noise_once",
     "budget_beats_minimums",
     "budget_beats_minimums_accumulating",
@@ -123,6 +124,14 @@ def test_without_noise_ranks_end_with_the_weights_of_one_process(
     assert results[0]["q"] == alone["q"] == 1
     assert results[0]["steps"] == alone["steps"] == 6
     assert not torch.equal(alone["weights"], jobs.weights(classifier(pl)))
+    torch.testing.assert_close(results[0]["weights"], alone["weights"], rtol=0, atol=1e-6)
+
+
+def test_all_views_of_an_example_are_on_one_rank(two: Job) -> None:
+    results = two.results("several_views_of_each_example", 2)
+    alone = jobs.several_views_of_each_example(jobs.Ranks(Path(), 1))
+    _all_equal(results, "weights", "steps", "q")
+    assert sum(result["rows"] for result in results) == alone["rows"] == 6 * 12 * 3
     torch.testing.assert_close(results[0]["weights"], alone["weights"], rtol=0, atol=1e-6)
 
 

@@ -58,9 +58,13 @@ def release(removed: int | None, *, multiplier: float, **settings: Any) -> tuple
         {"engine": "vmap", "mechanism": "laplace_l1"},
         {"engine": "ghost", "mechanism": "gaussian", "multiplier": 1.0},
         {"engine": "vmap", "sampling": "none", "multiplier": 1.0},
+        {"engine": "vmap", "augmentations": 3},
+        {"engine": "ghost", "augmentations": 2, "accumulate": 3},
+        {"engine": "loop", "augmentations": 2, "sampling": "none", "multiplier": 1.0},
     ],
     ids=lambda s: "-".join(map(str, s.values())),
 )
+@pytest.mark.filterwarnings("ignore:.*all views of each record looked at are identical")
 def test_neighbours_differ_by_at_most_c_over_b(settings: dict[str, Any]) -> None:
     settings = {"multiplier": 0.0, **settings}
     whole, reference = release(None, **settings)

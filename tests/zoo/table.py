@@ -59,8 +59,8 @@ while `"ghost"` refuses it: its windows are folded into the batch.
   tensors, and lists of them. Buffers and parameters written in
   the step, and tensors of the data kept on the module, are refused under every engine.
 * Python's and NumPy's random numbers are drawn once per chunk under `"vmap"`; torch's (dropout) for each example.
-* `x.shape[0]` is 1 inside the step; where it is `batch_size=` of a log call or the `weight` of a MeanMetric, the real
-  batch's size is put in.
+* `x.shape[0]` is 1 inside the step (K under `augmentations=K`); where it is `batch_size=` of a log call or the `weight`
+  of a MeanMetric, the real batch's size is put in.
 * `self.logger` is not recorded: what a step writes there itself is written once per example under `"loop"`.
 * In-batch losses (contrastive, mixup) have no meaning for one example; the pre-flight refuses what it can see of them.
 """

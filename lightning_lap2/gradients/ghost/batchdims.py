@@ -1,6 +1,6 @@
 """Which dimension of an activation is the batch.
 
-A node of the graph knows sizes, not meanings: the batch is the dimension whose size is the number of examples.
+A node of the graph knows sizes, not meanings: the batch is the dimension whose size is the number of rows.
 Where two have that size (sequence length equal to the batch), what was seen for the same use before decides. The
 self-check at fit start, which compares with plain autograd, is what proves the choice: a wrong one gives other norms
 and is refused. Afterwards a use must have its batch where it was, or is refused.
@@ -21,11 +21,11 @@ class BatchDims:
     def __init__(self) -> None:
         self._seen: dict[Hashable, set[int]] = {}
         self._first_call = True
-        self.examples = 0
+        self.rows = 0
 
-    def start(self, examples: int) -> None:
-        """Begins a call with this many examples."""
-        self.examples = examples
+    def start(self, rows: int) -> None:
+        """Begins a call with a batch of this many rows."""
+        self.rows = rows
 
     def finish(self) -> None:
         """Ends a call that went through."""
@@ -47,7 +47,7 @@ class BatchDims:
         possible = [*candidates, NO_BATCH] if optional else list(candidates)
         if not possible:
             raise UnsupportedModelError(
-                f"{what}: no dimension has the size of the batch ({self.examples}), so its rows cannot be told "
+                f"{what}: no dimension has the size of the batch ({self.rows}), so its rows cannot be told "
                 f'apart by example (patches or time steps folded into the batch?). Use engine="vmap".'
             )
         if self._first_call or not seen:
@@ -55,7 +55,7 @@ class BatchDims:
         known = seen.intersection(possible)
         if len(known) != 1:
             raise UnsupportedModelError(
-                f"{what}: the batch ({self.examples} examples) lies along one of the dimensions {possible}, where "
+                f"{what}: the batch ({self.rows} rows) lies along one of the dimensions {possible}, where "
                 f'the first batches had it along {sorted(seen)}. Use engine="vmap".'
             )
         return known.pop()
@@ -64,7 +64,7 @@ class BatchDims:
         """The first dimension of the right size; after the first call only if no other has it."""
         if fitting > 1 and not self._first_call:
             raise UnsupportedModelError(
-                f"{what}: dimensions {possible[:fitting]} all have the size of the batch ({self.examples}), and "
+                f"{what}: dimensions {possible[:fitting]} all have the size of the batch ({self.rows}), and "
                 f'nothing seen before tells which is the batch. Use another batch size or engine="vmap".'
             )
         seen.add(possible[0])

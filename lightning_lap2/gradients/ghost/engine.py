@@ -38,9 +38,10 @@ class GhostEngine(Engine):
     clipping the weighted sum. Per-example gradients are held only where they are no larger than the activations.
 
     The loss must be the mean over the batch of per-example losses: an example's gradient is then B times its share
-    of the batch gradient. A cross entropy with ignored labels or class weights, returned as it is, becomes each
-    example's own mean (:mod:`shares`). Losses that mix examples or reduce otherwise cannot be seen in the graph; the
-    self-check against the loop engine at fit start refuses them.
+    of the batch gradient, where the share of an example with several views is the sum of its rows' shares. A cross
+    entropy with ignored labels or class weights, returned as it is, becomes each example's own mean (:mod:`shares`).
+    Losses that mix examples or reduce otherwise cannot be seen in the graph; the self-check against the loop engine
+    at fit start refuses them.
 
     Args:
         module: as for every engine.
@@ -74,21 +75,21 @@ class GhostEngine(Engine):
         refuse_written(self.module, before)
         loss = loss_of(output)
         if loss is not None and call.count > 0:
-            found = self._collect(loss, layout, call.count, total.dtype)
+            found = self._collect(loss, layout, call, total.dtype)
             with torch.no_grad(), full_precision():
                 found.add_clipped(layout, clipper, total, call.count)
         return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
 
-    def _collect(self, loss: Tensor, layout: ParameterLayout, count: int, dtype: torch.dtype) -> Collected:
+    def _collect(self, loss: Tensor, layout: ParameterLayout, call: StepCall, dtype: torch.dtype) -> Collected:
         """Runs the backward of ``loss``."""
-        if count == 1:
+        if call.count == 1:
             return _single_example(loss, layout, dtype)
-        self._dims.start(count)
+        self._dims.start(call.count * call.views)
         index = {id(p): k for k, p in enumerate(layout.parameters)}
         walk = Walk(index, layout.names, self._dims, RULES.__contains__)
         uses = walk.run(loss.grad_fn)
-        factor = own_per_share(loss.grad_fn, walk)
-        collector = Collector(Scope(walk, dtype), layout, uses)
+        factor = own_per_share(loss.grad_fn, walk, call.views)
+        collector = Collector(Scope(walk, dtype), layout, uses, call.views)
         collector.backward(loss)
         self._dims.finish()
         return collector.finish(factor)
@@ -127,10 +128,11 @@ class Collected:
 class Collector:
     """Runs the backward and turns output gradients into terms as they come, while they are in cache."""
 
-    def __init__(self, scope: Scope, layout: ParameterLayout, uses: list[Use]) -> None:
+    def __init__(self, scope: Scope, layout: ParameterLayout, uses: list[Use], views: int) -> None:
         self.scope = scope
         self.layout = layout
         self.uses = uses
+        self.views = views
         self.terms: dict[int, list[Term]] = {}
         self.squares: dict[int, Tensor] = {}
         self._expected = Counter(p for use in uses for d in use.operands.values() for p in d.parameters)
@@ -169,6 +171,9 @@ class Collector:
                 raise self.scope.refuse(use, f"its inputs {sorted(missing)}")
             for operand, term in terms.items():
                 derived = use.operands[operand]
+                if self.views > 1:
+                    term = term.folded(self.views)
+                term = term.compact()
                 for k in derived.parameters:
                     parameter = self.layout.parameters[k]
                     own = term_of_parameter(term, derived, parameter, self.scope.dtype)

@@ -206,7 +206,7 @@ class Walk:
             self._refuse(node, f"{name} (not along dimension 0 by one index)", derived.parameters)
         return self.dims.find(
             (derived.parameters, name, index.dim()),
-            [i for i, size in enumerate(index.shape) if size == self.dims.examples],
+            [i for i, size in enumerate(index.shape) if size == self.dims.rows],
             "",
             optional=True,
         )
@@ -218,7 +218,7 @@ class Walk:
         own = (1,) * lacking + derived.shape
         return self.dims.find(
             (derived.parameters, name, len(shape)),
-            [i for i, (n, o) in enumerate(zip(shape, own, strict=True)) if n == self.dims.examples != o],
+            [i for i, (n, o) in enumerate(zip(shape, own, strict=True)) if n == self.dims.rows != o],
             f"Parameter {self.names[derived.parameters[0]]!r} used by {name} with output shape {shape}",
             optional=optional,
         )
@@ -226,7 +226,7 @@ class Walk:
     def repeat_batch(self, node: Node, name: str, derived: Derived) -> int:
         """Along which dimension ``tensor.repeat`` makes one copy for each example."""
         repeats = tuple(node._saved_repeats)
-        candidates = [i for i, times in enumerate(repeats) if times == self.dims.examples]
+        candidates = [i for i, times in enumerate(repeats) if times == self.dims.rows]
         return self.dims.find((derived.parameters, name, len(repeats)), candidates, "", optional=True)
 
     def _refuse(self, node: Node, name: str, parameters: Sequence[int]) -> NoReturn:

@@ -35,8 +35,8 @@ class Scope:
     dtype: torch.dtype
 
     @property
-    def examples(self) -> int:
-        return self.walk.dims.examples
+    def rows(self) -> int:
+        return self.walk.dims.rows
 
     def describe(self, use: Use) -> str:
         names = {self.walk.names[p] for d in use.operands.values() for p in d.parameters}
@@ -50,7 +50,7 @@ class Scope:
     def batch_of(self, use: Use, lead: tuple[int, ...]) -> int:
         """The batch dimension among the leading dimensions ``lead``."""
         parameters = tuple(sorted({p for d in use.operands.values() for p in d.parameters}))
-        candidates = [i for i, size in enumerate(lead) if size == self.examples]
+        candidates = [i for i, size in enumerate(lead) if size == self.rows]
         what = f"{self.describe(use)} with leading dimensions {lead}"
         return self.walk.dims.find((parameters, use.name, len(lead)), candidates, what)
 
@@ -81,10 +81,10 @@ def _lead(use: Use, scope: Scope, rows: int) -> tuple[int, ...]:
             if math.prod(shape[:cut]) == rows:
                 found.append(shape[:cut])
                 break
-    with_batch = [lead for lead in found if scope.examples in lead]
+    with_batch = [lead for lead in found if scope.rows in lead]
     if with_batch:
         return with_batch[0]
-    if rows == scope.examples or not found:
+    if rows == scope.rows or not found:
         return (rows,)
     return found[0]
 
@@ -152,7 +152,7 @@ def convolution(use: Use, scope: Scope, grad: Tensor) -> Terms:
             use.operands[1].shape, node._saved_stride, node._saved_padding, node._saved_dilation,
             node._saved_transposed, node._saved_output_padding, node._saved_groups,
         )  # fmt: skip
-        terms[1] = Convolution(node._saved_input, grad, spec, scope.dtype).compact()
+        terms[1] = Convolution(node._saved_input, grad, spec, scope.dtype)
     if 2 in use.operands:
         terms[2] = Dense(grad.flatten(2).sum(dim=2, dtype=scope.dtype))
     return terms
@@ -291,7 +291,7 @@ def repeat(use: Use, scope: Scope, grad: Tensor) -> Terms:
     others = [i + 1 if i < 2 * batch else i for i in others]
     if others:
         grad = grad.sum(dim=others)
-    return {0: Dense(grad.reshape(scope.examples, *derived.shape))}
+    return {0: Dense(grad.reshape(scope.rows, *derived.shape))}
 
 
 @dataclass
@@ -320,6 +320,9 @@ class Reshaped(Term):
 
     def discard(self, examples: Tensor) -> None:
         self.term.discard(examples)
+
+    def folded(self, views: int) -> Reshaped:
+        return Reshaped(self.term.folded(views), self.shape)
 
 
 RULES: dict[str, Callable[[Use, Scope, Tensor], Terms]] = {

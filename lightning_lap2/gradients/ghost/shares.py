@@ -3,7 +3,8 @@
 For a mean over B examples the own loss is B times the share. Cross entropy averages over *positions*, leaving out
 ``ignore_index`` and weighting by class, so an example with more labelled tokens has a larger share, and the share
 depends on how many labels the others have. The loss node holds the targets, and with them the total W and each
-example's W_b: its own mean is W / W_b times its share, free of the others again.
+example's W_b: its own mean is W / W_b times its share, free of the others again. Where an example has several rows
+(views), its share and its W_b are sums over them.
 """
 
 from __future__ import annotations
@@ -20,30 +21,31 @@ from lightning_lap2.gradients.ghost.sources import Node
 _MEAN = 1
 
 
-def own_per_share(root: Node, walk: Walk) -> Tensor | float:
+def own_per_share(root: Node, walk: Walk, views: int) -> Tensor | float:
     """The factor from the gradient of an example's share of the batch loss to that of its own loss.
 
     ``[B]`` in fp64, 0 for an example without labels, where the loss itself is a mean cross entropy; B for any
-    other loss, which must be a mean over examples.
+    other loss, which must be a mean over examples. B is the number of examples, each of ``views`` rows.
     """
-    examples = walk.dims.examples
+    rows = walk.dims.rows
+    examples = rows // views
     if root.name() not in ("NllLossBackward0", "NllLoss2DBackward0") or root._saved_reduction != _MEAN:
         return examples
     target = root._saved_target
     lead = tuple(target.shape)
-    if root.name() == "NllLossBackward0" and lead != (examples,):
+    if root.name() == "NllLossBackward0" and lead != (rows,):
         scores = root.next_functions[0][0]  # [R, classes], R rows flattened from more dimensions
         lead = walk.unflat.get(scores, (*lead, 0))[:-1]
         if math.prod(lead) != target.numel():
             return examples
-    if examples not in lead:
+    if rows not in lead:
         return examples
-    batch = walk.dims.find(("loss", len(lead)), [i for i, n in enumerate(lead) if n == examples], "The loss")
+    batch = walk.dims.find(("loss", len(lead)), [i for i, n in enumerate(lead) if n == rows], "The loss")
     # the node stores the index as an unsigned number: -100 is 2^64 - 100
     ignored = (root._saved_ignore_index + 2**63) % 2**64 - 2**63
     counted = target != ignored
     weight = counted.double()
     if root._saved_weight is not None:
         weight *= root._saved_weight.double()[target.where(counted, 0)]
-    own = examples_first(weight.view(lead), batch, 0).sum(dim=1)
+    own = examples_first(weight.view(lead), batch, 0).sum(dim=1).view(examples, views).sum(dim=1)
     return torch.where(own > 0, own.sum() / own, 0.0)

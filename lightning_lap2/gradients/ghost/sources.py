@@ -130,6 +130,9 @@ class Pulled(Term):
     def discard(self, examples: Tensor) -> None:
         self.term.discard(examples)
 
+    def folded(self, views: int) -> Pulled:
+        return Pulled(self.term.folded(views), self.derived, self.parameter, self.dtype)
+
 
 def squares_by_rows(terms: list[Term]) -> Tensor:
     """Squared norms of the sum of several uses, the gradients formed a few examples at a time: ``[B]``, fp64."""

@@ -47,6 +47,7 @@ _SUMMED = (
     "training_step returns the sum of its examples' losses, not their mean; the private gradient is divided "
     "by the expected batch size all the same, so the learning rate acts as it does for a mean"
 )
+_VIEWS_SUMMED = "; likewise the gradients of an example's views are added up before clipping, not averaged"
 _WEIGHTED = (
     "training_step weights the examples of a batch unequally (a mean over tokens, class weights?); "
     "privately each example's loss is its own mean, so every example counts the same"
@@ -62,11 +63,13 @@ class PreflightResult:
         logged_names: the names that ``training_step`` passes to ``self.log`` and ``self.log_dict``.
         checked: which of ``"rows"``, ``"engine"``, ``"collate"``, ``"mixing"``, ``"agreement"`` were carried
         out.
+        random: ``training_step`` draws random numbers, so that equal rows may differ in it.
     """
 
     notes: tuple[str, ...]
     logged_names: frozenset[str]
     checked: tuple[str, ...]
+    random: bool = False
 
 
 def preflight(
@@ -77,6 +80,7 @@ def preflight(
     records: Sequence[Any],
     collate: Collate,
     call: MakeCall,
+    views: int = 1,
 ) -> PreflightResult:
     """Runs ``module.training_step`` on a few records and refuses what per-example gradients cannot express.
 
@@ -97,15 +101,17 @@ def preflight(
             those of unlike shapes are preferred, those without a finite gradient passed over.
         collate: the loader's ``collate_fn``.
         call: ``call(batch, count)`` is the step call for a batch of ``count`` examples, moved to the device.
+        views: rows per example. Where it is above 1 each of ``records`` is a list of so many views of one record,
+            and an example of everything above is its views together.
 
     Raises:
         UnsupportedModelError: from the engine or the checks above; one sentence with what to use instead.
         Exception: whatever the user's own code raises for a whole batch.
     """
     with untouched(module) as names:
-        flight = _Flight(engine, Probe(module, layout, collate, call))
-        flight.run(list(records))
-    return PreflightResult(tuple(flight.notes), frozenset(names), tuple(flight.checked))
+        flight = _Flight(engine, Probe(module, layout, collate, call, views))
+        flight.run([list(record) for record in records] if views > 1 else [[record] for record in records])
+    return PreflightResult(tuple(flight.notes), frozenset(names), tuple(flight.checked), flight.random)
 
 
 class _Flight:
@@ -116,8 +122,13 @@ class _Flight:
         self.notes: list[str] = []
         self.checked: list[str] = []
         self.tolerance, self.agreement = _TOLERANCE, _AGREEMENT
+        self._unsteady = False
 
-    def run(self, records: list[Any]) -> None:
+    @property
+    def random(self) -> bool:
+        return self.probe.drew or self._unsteady
+
+    def run(self, records: list[list[Any]]) -> None:
         probe = self.probe
         alone = [probe.batch([record]) for record in records]
         order = _unlike_first([tuple(tuple(t.shape) for t in parts.tensors) for parts in alone])
@@ -143,10 +154,14 @@ class _Flight:
         crosses = self._hold_still(batch)
         if crosses is None:
             return
-        parts = [probe.evaluate_alone(select(batch, [i])) for i in range(batch.count)]
+        parts = self._alone(batch)
         self._check_collate(some, some_alone, batch, parts)
         self._check_mixing(batch, parts, crosses)
         self._check_agreement(batch, parts)
+
+    def _alone(self, batch: BatchParts) -> list[Evaluation]:
+        """Loss and gradient of each example of ``batch`` by itself."""
+        return [self.probe.evaluate_alone(self.probe.select(batch, [i])) for i in range(self.probe.count(batch))]
 
     def _not_checked(self, why: str) -> None:
         self.notes.append(f"whether the loss or collate_fn mixes examples was not checked: {why}")
@@ -185,6 +200,7 @@ class _Flight:
         """
         if self._deterministic(batch):
             return False
+        self._unsteady = True
         crosses = self._halves_interact(batch)
         for owner in self.probe.module.modules():
             owner.training = False
@@ -218,10 +234,10 @@ class _Flight:
         """For a step that stays random. With seed and shapes fixed, a loss that does not mix is a sum over
         rows: exchanging one half of them has the same effect whatever the other half holds.
         """
-        half = batch.count // 2
+        half = self.probe.count(batch) // 2
         a, b = list(range(half)), list(range(half, 2 * half))
         for seed in _SEEDS:
-            runs = [self.probe.evaluate(select(batch, rows), seed) for rows in (a + b, b + b, a + a, b + a)]
+            runs = [self.probe.evaluate(self.probe.select(batch, rows), seed) for rows in (a + b, b + b, a + a, b + a)]
             straight = combine([runs[0].gradient, runs[3].gradient], [1.0, 1.0])
             crossed = combine([runs[1].gradient, runs[2].gradient], [1.0, 1.0])
             scale = sum(norm(run.gradient) for run in runs)
@@ -230,15 +246,16 @@ class _Flight:
         return False
 
     def _check_collate(
-        self, records: list[Any], alone: list[BatchParts], batch: BatchParts, parts: list[Evaluation]
+        self, records: list[list[Any]], alone: list[BatchParts], batch: BatchParts, parts: list[Evaluation]
     ) -> None:
-        """Each record, collated alone, gives the loss and gradient of one row of ``batch`` (in any order)."""
+        """Each record, collated alone, gives the loss and gradient of one row of ``batch``: in any order, but the views
+        of a record together."""
         if not _equal(batch, self.probe.batch(records, _SEEDS[1])):
             self._check_random_collate(records)
             return
         gradient_floor = self.tolerance * max(norm(part.gradient) for part in parts)
         loss_floor = self.tolerance * max(abs(part.loss) for part in parts)
-        rows = list(range(batch.count))
+        rows = list(range(self.probe.count(batch)))
         for single in map(self.probe.evaluate_alone, alone):
             same = [row for row in rows if self._same(single, parts[row], gradient_floor, loss_floor)]
             if not same:
@@ -246,13 +263,13 @@ class _Flight:
             rows.remove(same[0])
         self.checked.append("collate")
 
-    def _check_random_collate(self, records: list[Any]) -> None:
+    def _check_random_collate(self, records: list[list[Any]]) -> None:
         """For a ``collate_fn`` with draws of its own: with the seed fixed, the first row keeps its loss and
         gradient when the others change places.
         """
         rotated = [records[0], *records[2:], records[1]]
         for seed in _SEEDS:
-            rows = [select(self.probe.batch(order, seed), [0]) for order in (records, rotated)]
+            rows = [self.probe.select(self.probe.batch(order, seed), [0]) for order in (records, rotated)]
             before, after = (self.probe.evaluate_alone(row) for row in rows)
             if not self._same(before, after, 0.0, 0.0):
                 raise self._leaks(rows[:1], rows[1])
@@ -282,7 +299,7 @@ class _Flight:
         """The loss of a batch is an average or a sum of its examples' losses."""
 
         def batch_of(rows: list[int]) -> Evaluation:
-            return self.probe.evaluate(select(batch, rows))
+            return self.probe.evaluate(self.probe.select(batch, rows))
 
         how = reduction(parts, batch_of, self.tolerance)
         if how == "mixed":
@@ -297,12 +314,20 @@ class _Flight:
                     f"{self.probe.step} returns {kind} (over tokens or classes?), but engine='ghost' needs "
                     "the plain mean over examples: return that, or use engine='vmap'"
                 )
-            self.notes.append(_SUMMED if how == "sum" else _WEIGHTED)
+            summed = _SUMMED + (_VIEWS_SUMMED if self.probe.views > 1 else "")
+            self.notes.append(summed if how == "sum" else _WEIGHTED)
         self.checked.append("mixing")
 
     def _check_agreement(self, batch: BatchParts, parts: list[Evaluation]) -> None:
         if not self._agrees(batch, parts):
             raise self._disagrees()
+        views, count = self.probe.views, self.probe.count(batch)
+        if views > 1:
+            # rows of unlike records in one example: a step that sorts or shuffles its rows leaves equal ones together
+            # and would pass with true views, while at training they end up in other examples
+            across = select(batch, [example * views + view for view in range(views) for example in range(count)])
+            if not self._agrees(across, self._alone(across)):
+                raise self._disagrees()
         self.checked.append("agreement")
 
     def _agrees(self, batch: BatchParts, parts: list[Evaluation]) -> bool:

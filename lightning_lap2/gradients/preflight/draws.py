@@ -28,25 +28,31 @@ _MAX_CONSTANT_DRAWS = 10_000
 
 
 @contextmanager
-def still(seed: int) -> Iterator[None]:
+def still(seed: int) -> Iterator[Draws]:
     """Constant torch draws and everything else seeded by ``seed``; the caller restores the generators.
 
-    Attention runs as plain operations, since fused kernels draw their dropout inside.
+    Attention runs as plain operations, since fused kernels draw their dropout inside. Yields whether torch was asked
+    for draws inside.
     """
     torch.manual_seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (user code draws from the global generator)
     random.seed(seed)
-    with sdpa_kernel(SDPBackend.MATH), _ConstantDraws():
-        yield
+    with sdpa_kernel(SDPBackend.MATH), Draws() as draws:
+        yield draws
 
 
-class _ConstantDraws(TorchDispatchMode):
-    """Works below autograd and below vmap; the operation itself runs first and gives shape, type and
-    device."""
+class Draws(TorchDispatchMode):
+    """Makes draws constant. Works below autograd and below vmap; the operation itself runs first and gives shape, type
+    and device."""
 
     def __init__(self) -> None:
         super().__init__()
         self._left = _MAX_CONSTANT_DRAWS
+
+    @property
+    def any(self) -> bool:
+        """Whether there was a draw."""
+        return self._left < _MAX_CONSTANT_DRAWS
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -31,28 +31,35 @@ class Probe:
         module, layout: what is trained.
         collate: a list of records to a batch.
         call: ``call(batch, count)`` is the step call for a batch of ``count`` examples.
+        views: rows per example.
+
+    Attributes:
+        drew: whether ``training_step`` has asked torch for random numbers.
     """
 
-    def __init__(self, module: nn.Module, layout: ParameterLayout, collate: Collate, call: MakeCall) -> None:
-        self.module, self.layout = module, layout
+    def __init__(
+        self, module: nn.Module, layout: ParameterLayout, collate: Collate, call: MakeCall, views: int = 1
+    ) -> None:
+        self.module, self.layout, self.views, self.drew = module, layout, views, False
         self._collate, self._call = collate, call
         self.step = f"{type(module).__name__}.training_step"
 
-    def batch(self, records: list[Any], seed: int = 0) -> BatchParts:
-        """The batch of ``records``.
+    def batch(self, examples: list[list[Any]], seed: int = 0) -> BatchParts:
+        """The batch of ``examples``, each given as its ``views`` records.
 
         Raises:
             UnsupportedModelError: where it has another number of rows, or a single record is not accepted.
         """
+        records = [record for views in examples for record in views]
         try:
             with still(seed):
                 batch = self._collate(records)
         except Exception as error:
-            if len(records) > 1 or isinstance(error, UnsupportedModelError):
+            if len(examples) > 1 or isinstance(error, UnsupportedModelError):
                 raise
             raise UnsupportedModelError(
                 f"collate_fn fails on a single record ({where(error)}), and a Poisson draw may hold only "
-                "one: make it accept a list of one"
+                f"one: make it accept a list of {'one' if self.views == 1 else 'its views'}"
             ) from None
         parts = take_apart(batch)
         if parts.count != len(records):
@@ -62,16 +69,24 @@ class Probe:
             )
         return parts
 
+    def count(self, batch: BatchParts) -> int:
+        """Examples in ``batch``."""
+        return batch.examples(self.views)
+
+    def select(self, batch: BatchParts, examples: list[int]) -> BatchParts:
+        """The batch of the given examples, repeats allowed."""
+        return select(batch, [example * self.views + view for example in examples for view in range(self.views)])
+
     def sum_of(self, engine: Engine, batch: BatchParts, max_grad_norm: float) -> Tensor:
         """The engine's clipped sum ``[n]``."""
         total = self.layout.zeros()
-        step_call = self._call(batch.batch, batch.count)
+        step_call = self._call(batch.batch, self.count(batch))
         engine.accumulate(step_call, self.layout, FlatClipper(max_grad_norm), total)
         return total
 
     def low_precision(self, batch: BatchParts) -> bool:
         """Whether parameters or autocast round to fewer bits than fp32."""
-        with self._call(batch.batch, batch.count).context():
+        with self._call(batch.batch, self.count(batch)).context():
             autocast = torch.is_autocast_enabled(self.layout.device.type)
         wide = (torch.float32, torch.float64)
         return autocast or any(p.dtype not in wide for p in self.module.parameters() if p.is_floating_point())
@@ -81,14 +96,15 @@ class Probe:
 
         A step that returns no loss counts as one with an infinite loss: it is not finite.
         """
-        with still(seed), torch.enable_grad(), full_precision():
-            step_call = self._call(batch.batch, batch.count)
+        with still(seed) as draws, torch.enable_grad(), full_precision():
+            step_call = self._call(batch.batch, self.count(batch))
             with step_call.context():
                 output = self.module.training_step(*step_call.args)  # type: ignore[operator]
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if loss is None:
                 return Evaluation(float("inf"), self.layout.zeros())
             gradients = self._gradients(loss)
+        self.drew |= draws.any
         return Evaluation(float(loss.detach()), self.layout.flatten(gradients))
 
     def _gradients(self, loss: Tensor) -> list[Tensor]:
