@@ -21,7 +21,7 @@ _MOVED, _MOVED_SEEDS = 4, 2
 # rounds of views looked at before they are called identical: a flip with probability 1/2 leaves two the same as often
 _ROUNDS = 4
 
-BatchOf = Callable[[list[Any]], Any]
+BatchOf = Callable[[Any], Any]
 
 
 def refuse_mixed_rows(records: list[Any], batch_of: Callable[[list[Any]], Any]) -> None:
@@ -94,10 +94,10 @@ def refuse_moved_rows(records: list[Any], batch_of: BatchOf) -> None:
                 )
 
 
-def fetch(dataset: Any, indices: list[int]) -> list[Any]:
-    """Records as a ``DataLoader`` worker gets them."""
+def fetch(dataset: Any, indices: list[int]) -> Any:
+    """Records as a ``DataLoader`` worker hands them to ``collate_fn``: a list, or what ``__getitems__`` makes of it."""
     batched = getattr(dataset, "__getitems__", None)
-    return list(batched(indices)) if batched else [dataset[index] for index in indices]
+    return batched(indices) if batched else [dataset[index] for index in indices]
 
 
 def identical_views(dataset: Any, indices: list[int], views: int, batch_of: BatchOf) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_lap2.callback.rowcheck import fetch, identical_views, refuse_mixed_rows, refuse_moved_rows
+from lightning_lap2.callback.rowcheck import identical_views, refuse_mixed_rows, refuse_moved_rows
 from lightning_lap2.gradients import Engine, ParameterLayout, StepCall
 from lightning_lap2.gradients.batches import take_apart
 from lightning_lap2.gradients.preflight import preflight
@@ -51,7 +51,7 @@ def check_step(
         return Checked(("whether examples mix was not checked: an IterableDataset has no records to look at twice",))
     container = trainer.fit_loop._combined_loader._spec
 
-    def collate(chosen: list[Any]) -> Any:
+    def collate(chosen: Any) -> Any:
         """As the step gets it: in the list or dict that the loader was given in."""
         return tree_unflatten([loader.collate_fn(chosen)], container)
 
@@ -66,7 +66,7 @@ def check_step(
         arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), transfer(batch), 0)
         return StepCall(tuple(arguments.values()), examples, trainer.precision_plugin.train_step_context, views)
 
-    def batch_of(chosen: list[Any]) -> Any:
+    def batch_of(chosen: Any) -> Any:
         return transfer(collate(chosen))
 
     refuse_mixed_rows(records, batch_of)
@@ -74,7 +74,7 @@ def check_step(
     if views > 1:
         refuse_moved_rows(records, batch_of)
         identical = identical_views(loader.dataset, indices, views, batch_of)
-        records = [fetch(loader.dataset, [index] * views) for index in indices]
+        records = [[loader.dataset[index] for _ in range(views)] for index in indices]
     result = preflight(engine, module, layout, records=records, collate=collate, call=call, views=views)
     return Checked(result.notes, result.logged_names, identical and not result.random)
 

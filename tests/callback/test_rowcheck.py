@@ -106,6 +106,17 @@ class Fetched(Records):
         return [(float(place), index) for place, index in enumerate(indices)]
 
 
+class Ready(Records):
+    """``__getitems__`` gives the batch itself, which ``collate_fn`` hands on."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return torch.rand(len(indices), 2), torch.tensor(indices)
+
+
+def handed_on(batch: Any) -> Any:
+    return default_collate(batch) if isinstance(batch, list) else batch
+
+
 def test_records_are_fetched_as_a_loader_does() -> None:
     assert fetch(Records(lambda i: 10 * i), [2, 2, 1]) == [20, 20, 10]
     assert fetch(Fetched(lambda i: None), [2, 2]) == [(0.0, 2), (1.0, 2)]
@@ -121,10 +132,11 @@ def test_records_are_fetched_as_a_loader_does() -> None:
         (Records(lambda i: {"x": torch.zeros(2), "text": random.choice("abcdefgh")}), default_collate, False),
         (Records(lambda i: torch.arange(1.0, i + 3)), jittered, False),
         (Fetched(lambda i: None), default_collate, False),
+        (Ready(lambda i: (torch.zeros(2), i)), handed_on, False),
         # two views are alike half of the time
         (Records(lambda i: torch.full((2,), float(random.random() < 0.5))), default_collate, False),
     ],
-    ids=["tensors", "nan", "random", "label", "text", "collate", "getitems", "flip"],
+    ids=["tensors", "nan", "random", "label", "text", "collate", "getitems", "ready", "flip"],
 )
 def test_identical_views(data: Any, collate: Collate, identical: bool) -> None:
     torch.manual_seed(0)

@@ -101,6 +101,30 @@ def test_layers_under_ghost(case: Case) -> None:
     check("ghost", module, batch, 3, 2, example_gradients(module, batch, 3, 2))
 
 
+class Raw(nn.Module):
+    """Parameters that no layer holds: expanded, repeated, broadcast, looked up, contracted by einsum; and PReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 1, 4))
+        self.place, self.mix = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(4, 3))
+        self.slope = nn.PReLU()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        tokens = [self.first.expand(len(x), -1, -1), self.second.repeat(len(x), 1, 1), x.unflatten(1, (3, 4))]
+        x = self.slope(torch.cat(tokens, dim=1) + self.place)
+        x = x + self.place[y % 5][:, None]
+        return F.cross_entropy(torch.einsum("btd,dc->btc", x, self.mix).mean(dim=1), y)
+
+
+@pytest.mark.parametrize("engine", EVERY)
+def test_raw_parameters(engine: str) -> None:
+    torch.manual_seed(0)
+    module, batch = Raw(), (torch.randn(6, 12), torch.arange(6) % 3)
+    check(engine, module, batch, 3, 2, example_gradients(module, batch, 3, 2))
+
+
 @pytest.mark.parametrize("engine", EVERY)
 def test_tied_weights_raw_parameters_and_a_mean_over_tokens(engine: str) -> None:
     """The loss of an example is that of its views together: a mean over all their labelled tokens."""
