@@ -36,6 +36,36 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return self.images[chosen], self.labels[chosen]  # [B, ...], [B]
 
 
+class Jittered(Rows):
+    """Images ``[N, C, H, W]``, each fetch shifted by up to ``shift`` pixels and, with ``flip``, mirrored at random."""
+
+    def __init__(self, images: Tensor, labels: Tensor, *, shift: int = 0, flip: bool = False) -> None:
+        super().__init__(images, labels)
+        self.shift, self.flip = shift, flip
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        images, labels = super().__getitems__(indices)
+        return jitter(images, self.shift, self.flip), labels
+
+
+def jitter(images: Tensor, shift: int, flip: bool) -> Tensor:
+    """Draws for each image of ``[B, C, H, W]`` by itself; what is shifted in is 0."""
+    count, channels, height, width = images.shape
+    padded = torch.nn.functional.pad(images, (shift, shift, shift, shift))
+    top, left = torch.randint(0, 2 * shift + 1, (2, count, 1))  # [B, 1] each
+    rows, columns = top + torch.arange(height), left + torch.arange(width)  # [B, H], [B, W]
+    if flip:
+        columns = torch.where(torch.rand(count, 1) < 0.5, columns.flip(1), columns)
+    image, channel = torch.arange(count), torch.arange(channels)
+    return padded[
+        image[:, None, None, None], channel[None, :, None, None], rows[:, None, :, None], columns[:, None, None, :]
+    ]
+
+
 def collate(records: Any) -> Any:
     """Batches come ready from ``Rows.__getitems__``; a list of single records is stacked."""
     return default_collate(records) if isinstance(records, list) else records

@@ -2,6 +2,7 @@
 
     python examples/fashion_mnist.py --data /usr/share/datasets/fashion-mnist --eps 3.42
     python examples/fashion_mnist.py --data ... --eps 0.13 --mechanism gaussian --csv runs.csv
+    python examples/fashion_mnist.py --data ... --augmentations 4 --shift 2 --flip true --engine ghost
 
 ``--data`` is a folder with the four idx files, gzipped or not (Debian: ``apt install dataset-fashion-mnist``).
 """
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 import torch.nn.functional as F
-from data import idx, loader
+from data import Jittered, idx, loader
 from jsonargparse import ArgumentParser
 from lightning.pytorch.loggers import TensorBoardLogger
 from steptime import StepTime
@@ -112,12 +113,18 @@ class TutorialCNN(L.LightningModule):
 
 
 class IdxData(L.LightningDataModule):
-    """q = 258 / 60,000 = 0.0043."""
+    """q = 258 / 60,000 = 0.0043.
 
-    def __init__(self, data: str, batch_size: int = 258) -> None:
+    Args:
+        shift, flip: train images are shifted by up to so many pixels and mirrored, at random at each fetch.
+    """
+
+    def __init__(self, data: str, batch_size: int = 258, shift: int = 0, flip: bool = False) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.train, self.test = idx(data, "train"), idx(data, "t10k")
+        if shift or flip:
+            self.train = Jittered(self.train.images, self.train.labels, shift=shift, flip=flip)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return loader(self.train, self.batch_size, shuffle=True)
@@ -138,6 +145,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="C")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--optimizer", type=Optimizer, default="adam")
+    parser.add_argument("--augmentations", type=int, default=1, help="views per image, averaged before clipping")
+    parser.add_argument("--shift", type=int, default=0, help="views are shifted by up to so many pixels")
+    parser.add_argument("--flip", type=bool, default=False, help="views are mirrored half of the time")
     parser.add_argument("--seed", type=int, default=1, help="of the initial weights; the noise ignores it")
     parser.add_argument("--out", type=str, default="runs", help="folder for the TensorBoard log and the report")
     parser.add_argument("--csv", type=str, default=None, help="append a row of results to this file")
@@ -145,7 +155,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     warnings.filterwarnings("ignore", ".*(does not have many workers|LeafSpec).*")
 
     L.seed_everything(args.seed, verbose=False)
-    privacy = Lap2Privacy(args.eps, args.delta, args.max_grad_norm, mechanism=args.mechanism, engine=args.engine)
+    privacy = Lap2Privacy(
+        args.eps,
+        args.delta,
+        args.max_grad_norm,
+        mechanism=args.mechanism,
+        engine=args.engine,
+        augmentations=args.augmentations,
+    )
     clock = StepTime()
     trainer = L.Trainer(
         max_steps=args.steps,
@@ -154,10 +171,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         logger=TensorBoardLogger(args.out, name="fashion_mnist"),
         enable_model_summary=False,
     )
-    model, data = TutorialCNN(args.lr, args.optimizer), IdxData(args.data, args.batch_size)
+    model, data = TutorialCNN(args.lr, args.optimizer), IdxData(args.data, args.batch_size, args.shift, args.flip)
     trainer.fit(model, data)
     row = {
-        **{key: args[key] for key in ("mechanism", "eps", "delta", "engine", "optimizer", "lr", "seed")},
+        **{
+            key: args[key]
+            for key in ("mechanism", "eps", "delta", "engine", "optimizer", "lr", "augmentations", "seed")
+        },
         "noise_multiplier": privacy.noise_multiplier,
         "steps": privacy.steps,
         "epsilon": privacy.epsilon,

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.examples.conftest import ROOT
@@ -58,6 +59,28 @@ def test_fashion_mnist_trains_and_appends_rows(example: Example, mnist_like: Pat
         rows = list(csv.DictReader(file))
     assert [row["mechanism"] for row in rows] == ["laplace", "gaussian"]
     assert all(float(row["seconds_per_step"]) > 0 for row in rows)
+
+
+def test_fashion_mnist_averages_views(example: Example, mnist_like: Path) -> None:
+    arguments = ["--data", str(mnist_like), "--batch-size", "20", "--steps", "3", "--delta", "1e-3", "--eps", "3"]
+    row = example("fashion_mnist").main(
+        [*arguments, "--engine", "ghost", "--augmentations", "3", "--shift", "2", "--flip", "true"]
+    )
+    assert (row["steps"], row["augmentations"]) == (3, 3)
+
+
+def test_each_fetch_jitters_each_image_by_itself(example: Example) -> None:
+    data = example("data")
+    torch.manual_seed(0)
+    image = torch.arange(1.0, 13.0).view(1, 1, 3, 4)
+    images = data.jitter(image.expand(400, -1, -1, -1), shift=1, flip=True)
+    assert images.shape == (400, 1, 3, 4)
+    # 3 x 3 shifts, mirrored or not: 18 views, and nothing but what was there or 0
+    assert len({tuple(view.flatten().tolist()) for view in images}) == 18
+    assert set(images.unique().tolist()) == set(range(13))
+    assert torch.equal(data.jitter(image, shift=0, flip=False), image)
+    rows = data.Jittered(image, torch.zeros(1), shift=1)
+    assert len({tuple(rows[0][0].flatten().tolist()) for _ in range(200)}) == 9
 
 
 def test_the_papers_cnn_has_26010_parameters(example: Example) -> None:
