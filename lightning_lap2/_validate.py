@@ -15,7 +15,10 @@ def real(name: str, value: Any) -> float:
     """``value`` as a float; bool, str and NaN are refused."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large for a float") from None
     if math.isnan(number):
         raise ValueError(f"{name} must be a number, got nan")
     return number
@@ -61,7 +64,9 @@ def integer(name: str, value: Any, *, minimum: int | None = None) -> int:
 
 def choice(name: str, value: Any, legal: Collection[str]) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r} of type {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r} of type {type(value).__name__}"
+        )
     if value not in legal:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r}")
     return value

@@ -107,7 +107,11 @@ def write_report(report: PrivacyReport, directory: Path, *, warn: Callable[[str]
             (MARKDOWN_NAME, str(report)),
         ):
             partial = directory / f"{name}.partial"
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, directory / name)
+            try:
+                partial.write_text(text, encoding="utf-8")
+                os.replace(partial, directory / name)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
     except OSError as error:
         warn(f"Lap2Privacy: the privacy report could not be written to {directory}: {error}")

@@ -65,15 +65,6 @@ def eps(value: object, name: str = "eps") -> float:
     return number
 
 
-def choice(name: str, value: object, legal: Sequence[str]) -> str:
-    """One of a fixed set of names."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be one of {tuple(legal)}, got {value!r} of type {type(value).__name__}")
-    if value not in legal:
-        raise ValueError(f"{name} must be one of {tuple(legal)}, got {value!r}")
-    return value
-
-
 def blocks(value: object, name: str = "extra_blocks") -> tuple[tuple[float, float], ...]:
     """Pairs (dimension, noise multiplier) released beside the main block under the same coin."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):

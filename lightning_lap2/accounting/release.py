@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_lap2 import _validate
 from lightning_lap2.accounting import _check
 
 BOUNDS = ("tight", "joint", "published")
@@ -25,10 +26,10 @@ def check_pair(mechanism: object, bound: object) -> tuple[str, str]:
         ValueError: where either is unknown, or the two do not go together: ``"joint"`` and ``"published"``
             are statements about Laplace noise with l2 clipping only.
     """
-    name = _check.choice("mechanism", mechanism, MECHANISMS)
-    kind = _check.choice("bound", bound, BOUNDS)
+    name = _validate.choice("mechanism", mechanism, MECHANISMS)
+    kind = _validate.choice("bound", bound, BOUNDS)
     if name != "laplace" and kind != "tight":
-        raise ValueError(f"bound must be one of ('tight',) where mechanism={name!r}, got {kind!r}")
+        raise ValueError(f"bound must be 'tight' where mechanism={name!r}, got {kind!r}")
     return name, kind
 
 

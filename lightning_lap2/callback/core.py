@@ -51,7 +51,7 @@ class Lap2Core:
     ) -> None:
         super().__init__()
         self.settings = Settings(
-            eps=math.inf if eps == "inf" else eps,
+            eps=math.inf if isinstance(eps, str) and eps == "inf" else eps,
             delta=delta,
             max_grad_norm=max_grad_norm,
             noise_multiplier=noise_multiplier,
@@ -245,6 +245,7 @@ class Lap2Core:
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         assert self._session is not None
         self._session.check_feedback()
+        self._session.check_weights()
 
     # -- end, however it comes ------------------------------------------------------------------------------------
 
@@ -266,13 +267,23 @@ class Lap2Core:
         if session is None:
             return
         try:
-            self._ledger.close_journal(completed=completed)
+            self._close_journal(session, completed=completed)
             if session.plan is not None:
                 self._facts["dimension"] = session.window.layout.numel
                 if session.trainer.is_global_zero and session.directory is not None:
                     write_report(self.report(), session.directory, warn=session.pl.utilities.rank_zero_warn)
         finally:
             session.end()
+
+    def _close_journal(self, session: FitSession, *, completed: bool) -> None:
+        try:
+            self._ledger.close_journal(completed=completed)
+        except OSError as error:
+            # It then reads like a killed run's: a resumed run charges more than need be, never less.
+            session.pl.utilities.rank_zero_warn(
+                f"Lap2Privacy: the end of the run could not be noted in its journal ({error}); a run that resumes from "
+                "an earlier checkpoint will charge all releases noted there"
+            )
 
     def _output_directory(self, trainer: Any) -> Path | None:
         """Where the report and the journal go: the logger's folder, else the checkpoints', else (or if that is a

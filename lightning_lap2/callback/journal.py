@@ -18,6 +18,7 @@ sum of both; see docs/pitfalls.md.)
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import uuid
@@ -53,13 +54,20 @@ class Journal:
         Raises:
             OSError: the note could not be written; the release must then not happen.
         """
-        if self._descriptor is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        if charge != self._charge:
-            self._line({"run": self.run, "start": release, "charge": dict(charge)})
-            self._charge = dict(charge)
-        self._append(b".")
+        try:
+            if self._descriptor is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            if charge != self._charge:
+                self._line({"run": self.run, "start": release, "charge": dict(charge)})
+                self._charge = dict(charge)
+            self._append(b".")
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"release {release + 1} was not made, since the privacy journal {self.path} cannot be written "
+                f"({error.strerror}); make room and resume from the last checkpoint",
+            ) from error
         self.noted = True
 
     def close(self, *, completed: bool) -> None:
@@ -79,8 +87,11 @@ class Journal:
 
     def _append(self, data: bytes) -> None:
         assert self._descriptor is not None
-        if os.write(self._descriptor, data) != len(data):
-            raise OSError(f"short write to {self.path}")
+        written = os.write(self._descriptor, data)
+        if written != len(data):
+            # a disk that fills up takes part of a line, which would make the file unreadable once more is appended
+            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:

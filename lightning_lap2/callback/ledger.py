@@ -5,6 +5,8 @@ A ledger is charged *before* the parameters change, so that a crash over-counts 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +14,19 @@ from typing import Any, NamedTuple
 from lightning_lap2 import _validate
 from lightning_lap2.accounting import MajorizedAccountant
 from lightning_lap2.callback.journal import FILE_NAME, Charge, Journal, has_run, is_open, releases_beyond
+from lightning_lap2.callback.plan import check_summary
 from lightning_lap2.callback.settings import Settings
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """SHA-256 of a state's canonical JSON: finds damage anywhere in it. No protection against forgery.
+
+    Raises:
+        TypeError: the state holds something that a ledger never writes.
+    """
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 class Origin(NamedTuple):
@@ -48,9 +60,12 @@ class Ledger:
         self._journal: Journal | None = None
         self._origin: Origin | None = None
 
-    def add_caveat(self, text: str) -> None:
-        if text not in self.caveats:
-            self.caveats.append(text)
+    def add_caveat(self, text: str) -> bool:
+        """Whether it is new."""
+        if text in self.caveats:
+            return False
+        self.caveats.append(text)
+        return True
 
     def epsilon(self) -> float:
         """Spent so far. May take seconds where the slow route wins; the logged number is cheaper."""
@@ -140,7 +155,7 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Plain Python numbers and strings: loads under ``torch.load(weights_only=True)``."""
         journal = self._journal
-        return {
+        content = {
             "version": STATE_VERSION,
             "releases": self.releases,
             "accountant": self.accountant.state_dict(),
@@ -153,6 +168,7 @@ class Ledger:
             if journal is None
             else {"path": str(journal.path.resolve()), "run": journal.run, "noted": journal.noted},
         }
+        return {**content, "checksum": checksum(content)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces everything by what :meth:`state_dict` gave; all is checked before anything changes.
@@ -164,17 +180,22 @@ class Ledger:
         try:
             if state["version"] != STATE_VERSION:
                 raise ValueError(f"version {state['version']!r}, expected {STATE_VERSION}")
+            if state["checksum"] != checksum({key: value for key, value in state.items() if key != "checksum"}):
+                raise ValueError("it does not match its checksum")
             accountant = MajorizedAccountant.from_state_dict(state["accountant"])
             releases = _validate.integer("releases", state["releases"], minimum=0)
             delta = _validate.open_unit("delta", state["delta"])
             sampling = _validate.choice("sampling", state["sampling"], ("poisson", "none"))
             reproducible = _validate.boolean("reproducible", state["reproducible"])
-            caveats, plan, journal = list(state["caveats"]), dict(state["plan"]), state["journal"]
+            caveats, plan, journal = _texts(state["caveats"]), check_summary(dict(state["plan"])), state["journal"]
+            if unknown := sorted(state.keys() - self.state_dict().keys()):
+                raise ValueError(f"unknown entries {unknown}")
             if releases < accountant.steps or (sampling == "poisson" and releases != accountant.steps):
                 raise ValueError(f"{releases} releases but {accountant.steps} charges")
             origin = None
             if journal is not None:
-                origin = Origin(Path(journal["path"]), str(journal["run"]), bool(journal["noted"]))
+                noted = _validate.boolean("noted", journal["noted"])
+                origin = Origin(Path(journal["path"]), str(journal["run"]), noted)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the privacy ledger in the checkpoint is damaged: {error}") from error
         for name, here, there in (
@@ -190,3 +211,13 @@ class Ledger:
                 )
         self.accountant, self.releases, self.reproducible = accountant, releases, reproducible
         self.caveats, self.plan, self._origin = caveats, plan, origin
+
+
+def _texts(found: Any) -> list[str]:
+    """
+    Raises:
+        TypeError: not a list of strings.
+    """
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise TypeError(f"caveats must be a list of strings, got {found!r}")
+    return list(found)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_lap2 import _validate
 from lightning_lap2.accounting import MajorizedAccountant, calibrate_noise_multiplier
 from lightning_lap2.callback.settings import Settings
 
@@ -177,3 +178,18 @@ def summary(
         "end": end,
         "noise_multiplier": noise_multiplier,
     }
+
+
+def check_summary(found: dict[str, Any]) -> dict[str, Any]:
+    """A loaded :func:`summary`, or the empty one of a ledger without a plan.
+
+    Raises:
+        KeyError, TypeError, ValueError: an entry is missing or is nothing that a plan holds.
+    """
+    if found:
+        _validate.positive("plan eps", found["eps"])
+        _validate.probability("plan sample_rate", found["sample_rate"])
+        _validate.integer("plan dimension", found["dimension"], minimum=0)
+        _validate.non_negative("plan end", found["end"])
+        _validate.non_negative("plan noise_multiplier", found["noise_multiplier"])
+    return found

@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 
+from lightning_lap2.mechanism import Mechanism
+from lightning_lap2.noise.base import MAX_UNITS
+
 
 class UnsupportedSettingError(ValueError):
     """A setting under which the guarantee is not proven. The message names it, its value and the alternative."""
 
 
+_TYPES = (torch.float32, torch.float64, torch.bfloat16)
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
 _CALLBACKS = {
@@ -150,6 +154,58 @@ def refuse_feedback(sentences: list[str]) -> None:
             "not covered by the guarantee; watch a validation metric on public data or 'privacy/epsilon', or pass "
             "allow_feedback=True (the report then says so)"
         )
+
+
+def check_parameter_types(module: Any) -> None:
+    """Types in which a noised gradient can be kept.
+
+    Raises:
+        UnsupportedSettingError: naming the trainable parameter: fp16 and narrower, complex, or of a lazy layer whose
+            shape is not known yet.
+    """
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if isinstance(parameter, torch.nn.UninitializedParameter):
+            raise UnsupportedSettingError(
+                f"the trainable parameter {name} belongs to a lazy layer and has no shape yet, so n is unknown; run "
+                "the module once on a made-up batch before fit, or give the layer's sizes"
+            )
+        if parameter.dtype not in _TYPES:
+            raise UnsupportedSettingError(
+                f"the trainable parameter {name} is {parameter.dtype}; norms, sums and noise are proven for "
+                f"{', '.join(map(str, _TYPES))}: convert it, or freeze it"
+            )
+
+
+def check_range(mechanism: Mechanism, dtype: torch.dtype, num_examples: int | None, batch_size: int) -> None:
+    """Whether the sum and its noise can be held by ``dtype``.
+
+    Args:
+        num_examples: N; the sum of as many gradients of norm C must not overflow. ``None``: taken as 2^31.
+        batch_size: the normaliser.
+
+    Raises:
+        UnsupportedSettingError: C or the scale of the noise is too small or too large.
+    """
+    scale, clip, limits = mechanism.scale, mechanism.max_grad_norm, torch.finfo(dtype)
+    if not scale:
+        return
+    low, high = limits.tiny * batch_size, limits.max / MAX_UNITS / 2
+    if not low <= scale <= high or clip * (num_examples or 2**31) > limits.max / 2:
+        raise UnsupportedSettingError(
+            f"max_grad_norm={clip:g} with a noise multiplier of {mechanism.noise_multiplier:g} (scale {scale:g}) is "
+            f"outside what {dtype} can hold, {low:.3g} to {high:.3g}; choose another max_grad_norm (rescale the "
+            "loss), or Trainer(precision='64-true')"
+        )
+
+
+def not_finite(module: Any) -> str | None:
+    """Name of the first trainable parameter with a NaN or infinite entry."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
+            return str(name)
+    return None
 
 
 def check_delta(delta: float, num_examples: int | None) -> None:

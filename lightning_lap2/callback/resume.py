@@ -12,6 +12,11 @@ from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.refusals import UnsupportedSettingError
 from lightning_lap2.callback.settings import Settings
 
+NO_JOURNAL = (
+    "checkpoints are saved, but no folder of this run is on a local disk, so no journal of releases is kept: were the "
+    "run killed, what it released after its last checkpoint would be missing from the ledger of a resumed run"
+)
+
 
 @dataclass(frozen=True)
 class Resumed:

@@ -24,7 +24,7 @@ from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.patches import Patches, muted_loggers
 from lightning_lap2.callback.plan import Horizon, Plan, affordable_charges, horizon, make_plan, summary
 from lightning_lap2.callback.refusals import UnsupportedSettingError
-from lightning_lap2.callback.resume import Resumed, accept_untracked, settle
+from lightning_lap2.callback.resume import NO_JOURNAL, Resumed, accept_untracked, settle
 from lightning_lap2.callback.selfcheck import Checked, check_step
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.callback.spending import Spending
@@ -76,6 +76,7 @@ class FitSession:
         self._watched: dict[str, str] = {}
         self._logged = 0
         self._dropped_warned = False
+        self._lost_warned = False
 
     # -- patches --------------------------------------------------------------------------------------------------
 
@@ -193,6 +194,7 @@ class FitSession:
         assert self.facts is not None
         facts, trainer, settings = self.facts, self.trainer, self.settings
         refusals.check_delta(settings.delta, facts.num_examples)
+        refusals.check_parameter_types(self.module)
         layout = ParameterLayout(self.module)
         if not layout.numel:
             raise UnsupportedSettingError(f"{type(self.module).__name__} has no trainable parameters")
@@ -220,6 +222,8 @@ class FitSession:
         self._warn_of_a_poor_rest(self.ledger.plan.get("noise_multiplier"), plan)
         self.plan, self.window = plan, Window(layout)
         self.mechanism = settings.mechanism_with(plan.noise_multiplier)
+        if plan.charges:
+            refusals.check_range(self.mechanism, layout.dtype, facts.num_examples, facts.expected_batch_size)
         self.engine = make_engine(settings.engine, self.module, chunk_size=settings.chunk_size)
         self.noise = make_noise_source(
             settings.noise_source, layout.device, seed=settings.noise_seed, rank=trainer.global_rank
@@ -289,6 +293,11 @@ class FitSession:
         self._watched = refusals.monitors(self.trainer)
         if not self.planned_steps:
             return
+        if lost := refusals.not_finite(self.module):
+            raise UnsupportedSettingError(
+                f"the parameter {lost} holds NaN or infinite values before the first step: every gradient would be "
+                "dropped and the budget spent on noise; initialise it, or load a sound checkpoint"
+            )
         assert self.data is not None
         with muted_loggers(self.trainer, self.pl), self._user_code():
             self.checked = check_step(
@@ -314,8 +323,14 @@ class FitSession:
 
     def before_checkpoint(self) -> None:
         """A checkpoint is about to be saved: from now on releases must be in a journal, wherever it lies."""
-        if self.trainer.is_global_zero and not self.ledger.has_journal:
-            self.ledger.open_journal(local_path(self.trainer.default_root_dir))
+        if not self.trainer.is_global_zero or self.ledger.has_journal:
+            return
+        self.ledger.open_journal(local_path(self.trainer.default_root_dir))
+        if not self.ledger.has_journal and self.ledger.add_caveat(NO_JOURNAL):
+            self._warn(
+                f"{NO_JOURNAL} (default_root_dir={str(self.trainer.default_root_dir)!r} is a URL too). Give a logger "
+                "with a local folder, or Trainer(default_root_dir=...) on a local disk"
+            )
 
     def _refuse_feedback(self, logged: frozenset[str] | set[str], *, refuse: bool = True) -> None:
         sentences = refusals.feedback(self._watched, logged)
@@ -337,6 +352,16 @@ class FitSession:
             return
         self._logged = len(results)
         self._refuse_feedback({result.meta.name for result in results.values()}, refuse=refuse)
+
+    def check_weights(self) -> None:
+        """Says once that weights are lost: a diverged run spends its budget on nothing. (They are released, so that
+        this is said tells nothing more.)"""
+        if not self._lost_warned and (lost := refusals.not_finite(self.module)):
+            self._lost_warned = True
+            self._warn(
+                f"the parameter {lost} holds NaN or infinite values (too large a learning rate?): gradients that are "
+                "not finite count as zero, so further steps spend the budget on noise alone"
+            )
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -370,11 +395,11 @@ class FitSession:
         assert self.data is not None
         found = rows(batch)
         part = self.data.next_part(found)
-        fetched = max(part.count, 1) * self.settings.augmentations
-        if found != fetched:
+        if found != max(part.count, 1) * self.settings.augmentations:
+            # no numbers here: how many records were drawn is a secret that the accounting relies on
             raise UnsupportedSettingError(
-                f"collate_fn returned {found} rows for {fetched} records; each record must give exactly "
-                "one row, else a record could enter a step more than once"
+                "collate_fn returned more or fewer rows than the records that were drawn; each record must give "
+                "exactly one row, else a record could enter a step more than once"
             )
         self._part = part
 

@@ -15,6 +15,15 @@ Clipping = Literal["flat"]
 EngineName = Literal["vmap", "ghost", "loop"]
 NoiseSourceName = Literal["auto", "aes", "torch"]
 
+_NUMBERS: dict[str, type] = {
+    "eps": float,
+    "delta": float,
+    "max_grad_norm": float,
+    "noise_multiplier": float,
+    "chunk_size": int,
+    "noise_seed": int,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -72,6 +81,13 @@ class Settings:
                 "leave it None, and to save memory use a smaller loader batch with accumulate_grad_batches"
             )
         self._check_noise()
+        self._make_plain()
+
+    def _make_plain(self) -> None:
+        """numpy's numbers and fractions become Python's, which a checkpoint keeps and ``weights_only`` loads."""
+        for name, kind in _NUMBERS.items():
+            value = getattr(self, name)
+            object.__setattr__(self, name, value if value is None else kind(value))
 
     def _check_noise(self) -> None:
         if self.noise_multiplier is None:

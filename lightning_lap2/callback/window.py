@@ -5,6 +5,7 @@ The un-noised sum lives here and nowhere else. It is never in ``.grad``, where o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -93,7 +94,12 @@ def release_(
         normaliser: the public expected batch size, never the number drawn.
         release: number of this release; keys seeded noise.
         all_reduce: sums a tensor over all ranks in place; required when ``world_size > 1``.
+
+    Raises:
+        ValueError: a scale that is NaN, infinite or negative, under which the sum would go out without noise.
     """
+    if not math.isfinite(scale) or scale < 0:
+        raise ValueError(f"noise scale must be finite and not negative, got {scale!r}: nothing is released")
     n = total.numel()
     start, stop = n * rank // world_size, n * (rank + 1) // world_size
     if scale > 0 and stop > start:

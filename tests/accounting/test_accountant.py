@@ -295,7 +295,7 @@ def test_published_warns_on_use_and_names_the_alternative() -> None:
         (lambda a: a.epsilon(delta="x"), TypeError, "delta must be a real number"),
         (lambda a: a.delta(eps=-1.0), ValueError, r"eps must be in \[0, inf\], got -1.0"),
         (lambda a: a.forecast(delta=0.1, steps=3, **PLAN).epsilon(4), ValueError, r"k must be an integer in \[0, 3\]"),
-        (lambda a: MajorizedAccountant(mechanism="gaussian", bound="joint"), ValueError, "bound must be one of"),
+        (lambda a: MajorizedAccountant(mechanism="gaussian", bound="joint"), ValueError, "bound must be 'tight'"),
     ],
 )
 def test_argument_errors(call: Any, error: type[Exception], words: str) -> None:

@@ -52,9 +52,9 @@ class Ranks:
 
 
 def ledger_of(callback: Any) -> str:
-    """The ledger as text, without what only rank 0 has (its journal)."""
+    """The ledger as text, without what only rank 0 has (its journal, which the checksum covers)."""
     state = callback.state_dict()
-    del state["journal"]
+    del state["journal"], state["checksum"]
     return json.dumps(state, sort_keys=True)
 
 
