@@ -22,6 +22,7 @@ _NUMBERS: dict[str, type] = {
     "noise_multiplier": float,
     "chunk_size": int,
     "noise_seed": int,
+    "augmentations": int,
 }
 
 
