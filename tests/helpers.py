@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -206,6 +207,50 @@ def part_spy(pl: ModuleType) -> Any:
             self.parts.append(lap2._session._part)
 
     return PartSpy()
+
+
+Drawn = tuple[Part, Tensor, Tensor]
+
+
+def batch_spy(pl: ModuleType, *, views: int = 1) -> Any:
+    """A callback that keeps every trained batch of :func:`records` with its :class:`Part`, as ``[count, views, ...]``;
+    the rows of an empty draw's template are dropped. Put it after Lap2Privacy."""
+
+    class BatchSpy(pl.Callback):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            self.batches: list[Drawn] = []
+            self.rows: list[int] = []
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            part = trainer.callbacks[0]._session._part
+            self.rows.append(len(batch[0]))
+            x, y = (t.unflatten(0, (-1, views))[: part.count].clone() for t in batch)
+            self.batches.append((part, x, y))
+
+    return BatchSpy()
+
+
+def by_hand(batches: list[Drawn], normaliser: int, *, rate: float, clip: float) -> Tensor:
+    """The weights of :func:`classifier` after SGD without noise, each window one big batch, by the plain formula: a
+    gradient for every view by itself, averaged over an example's views, clipped, summed."""
+    layer = classifier(LIGHTNING.pl).layer
+    parameters = {name: p.detach().double() for name, p in layer.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(layer, parameters, (x[None],)), y[None])
+
+    of_views = vmap(vmap(grad(loss), in_dims=(None, 0, 0)), in_dims=(None, 0, 0))
+    for number in sorted({part.release for part, _, _ in batches}):
+        x = torch.cat([x for part, x, _ in batches if part.release == number]).double()
+        y = torch.cat([y for part, _, y in batches if part.release == number])
+        if not len(x):
+            continue
+        gradients = {name: g.mean(dim=1) for name, g in of_views(parameters, x, y).items()}
+        norms = torch.sqrt(sum(g.flatten(1).square().sum(1) for g in gradients.values()))
+        weight = (clip / norms).clamp_max(1.0)
+        for name, gradient in gradients.items():
+            parameters[name] = parameters[name] - rate * torch.einsum("b,b...->...", weight, gradient) / normaliser
+    return torch.cat([p.reshape(-1) for p in parameters.values()])
 
 
 def gradient_spy(pl: ModuleType) -> Any:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
-from torch.func import functional_call, grad, vmap
-from torch.nn import functional as F
 
 from lightning_lap2.accounting import MajorizedAccountant
-from lightning_lap2.sampling import Part
 from tests.helpers import (
     DELTA,
     LIGHTNING,
+    batch_spy,
+    by_hand,
     classifier,
     loader,
     part_spy,
@@ -27,47 +23,11 @@ pl, Lap2Privacy = LIGHTNING.pl, LIGHTNING.lap2
 RATE, CLIP = 0.1, 0.4
 
 
-def batch_spy() -> Any:
-    """Keeps every batch with its :class:`Part`; the rows of an empty draw's template are dropped."""
-
-    class BatchSpy(pl.Callback):
-        def __init__(self) -> None:
-            self.batches: list[tuple[Part, Tensor, Tensor]] = []
-
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            part = trainer.callbacks[0]._session._part
-            x, y = batch
-            self.batches.append((part, x[: part.count].clone(), y[: part.count].clone()))
-
-    return BatchSpy()
-
-
-def by_hand(batches: list[tuple[Part, Tensor, Tensor]], normaliser: int) -> Tensor:
-    """SGD on each window's records as one big batch, clipped one by one: the plain formula."""
-    layer = classifier(pl).layer
-    parameters = {name: p.detach().double() for name, p in layer.named_parameters()}
-
-    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(layer, parameters, (x[None],)), y[None])
-
-    for number in sorted({part.release for part, _, _ in batches}):
-        x = torch.cat([x for part, x, _ in batches if part.release == number]).double()
-        y = torch.cat([y for part, _, y in batches if part.release == number])
-        if not len(x):
-            continue
-        gradients = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
-        norms = torch.sqrt(sum(g.flatten(1).square().sum(1) for g in gradients.values()))
-        weight = (CLIP / norms).clamp_max(1.0)
-        for name, gradient in gradients.items():
-            parameters[name] = parameters[name] - RATE * torch.einsum("b,b...->...", weight, gradient) / normaliser
-    return torch.cat([p.reshape(-1) for p in parameters.values()])
-
-
 @pytest.mark.parametrize("engine", ["vmap", "ghost", "loop"])
 def test_scenario_6_ragged_end_without_noise_is_one_big_batch(engine: str) -> None:
     """16 loader batches in windows of 5, 5, 5 and 1."""
     callback = Lap2Privacy(eps=float("inf"), noise_multiplier=0.0, max_grad_norm=CLIP, engine=engine)
-    spy, module = batch_spy(), classifier(pl, learning_rate=RATE)
+    spy, module = batch_spy(pl), classifier(pl, learning_rate=RATE)
     trainer = quiet_trainer(pl, callback, spy, max_epochs=2, accumulate_grad_batches=5)
     with watched_releases() as seen:
         trainer.fit(module, loader(64, 4))
@@ -76,7 +36,7 @@ def test_scenario_6_ragged_end_without_noise_is_one_big_batch(engine: str) -> No
     assert callback.expected_batch_size == 20
     assert callback.sample_rate == 20 / 64
     assert callback.steps == trainer.global_step == len(seen) == 8
-    torch.testing.assert_close(weights(module), by_hand(spy.batches, 20), rtol=0, atol=1e-6)
+    torch.testing.assert_close(weights(module), by_hand(spy.batches, 20, rate=RATE, clip=CLIP), rtol=0, atol=1e-6)
 
 
 def test_scenario_6_one_charge_and_the_noise_of_one_step() -> None:
@@ -98,7 +58,7 @@ def test_scenario_6_one_charge_and_the_noise_of_one_step() -> None:
 
 def test_records_of_a_window_are_distinct_and_can_all_enter_it() -> None:
     """q covers every record that can enter a step: the draw is over the whole data set, its size Binomial(N, q)."""
-    spy = batch_spy()
+    spy = batch_spy(pl)
     callback = Lap2Privacy(eps=float("inf"), noise_multiplier=1.0)
     trainer = quiet_trainer(pl, callback, spy, max_epochs=20, accumulate_grad_batches=4)
     trainer.fit(classifier(pl), loader(64, 4))

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lightning_lap2.callback.refusals import UnsupportedSettingError
 from lightning_lap2.gradients import UnsupportedModelError
-from lightning_lap2.sampling import Part
 from tests.helpers import (
     LIGHTNING,
     LIGHTNING_WARNINGS,
     Viewed,
+    batch_spy,
+    by_hand,
     classifier,
     loader,
     part_spy,
@@ -55,45 +55,6 @@ def no_noise(**options: Any) -> Any:
     return Lap2Privacy(eps=math.inf, noise_multiplier=0.0, max_grad_norm=CLIP, **options)
 
 
-def batch_spy(views: int) -> Any:
-    """Keeps every batch with its :class:`Part`, as ``[count, views, ...]``; an empty draw's template is dropped."""
-
-    class BatchSpy(pl.Callback):
-        def __init__(self) -> None:
-            self.batches: list[tuple[Part, Tensor, Tensor]] = []
-            self.rows: list[int] = []
-
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            part = trainer.callbacks[0]._session._part
-            self.rows.append(len(batch[0]))
-            x, y = (t.unflatten(0, (-1, views))[: part.count].clone() for t in batch)
-            self.batches.append((part, x, y))
-
-    return BatchSpy()
-
-
-def by_hand(batches: list[tuple[Part, Tensor, Tensor]], normaliser: int) -> Tensor:
-    """SGD on each window: a gradient for every view by itself, averaged over an example's views, clipped, summed."""
-    layer = classifier(pl).layer
-    parameters = {name: p.detach().double() for name, p in layer.named_parameters()}
-
-    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(layer, parameters, (x[None],)), y[None])
-
-    of_views = vmap(vmap(grad(loss), in_dims=(None, 0, 0)), in_dims=(None, 0, 0))
-    for number in sorted({part.release for part, _, _ in batches}):
-        x = torch.cat([x for part, x, _ in batches if part.release == number]).double()
-        y = torch.cat([y for part, _, y in batches if part.release == number])
-        if not len(x):
-            continue
-        gradients = {name: g.mean(dim=1) for name, g in of_views(parameters, x, y).items()}
-        norms = torch.sqrt(sum(g.flatten(1).square().sum(1) for g in gradients.values()))
-        weight = (CLIP / norms).clamp_max(1.0)
-        for name, gradient in gradients.items():
-            parameters[name] = parameters[name] - RATE * torch.einsum("b,b...->...", weight, gradient) / normaliser
-    return torch.cat([p.reshape(-1) for p in parameters.values()])
-
-
 @pytest.mark.parametrize(
     ("options", "accumulate", "workers"),
     [
@@ -107,7 +68,7 @@ def by_hand(batches: list[tuple[Part, Tensor, Tensor]], normaliser: int) -> Tens
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 def test_without_noise_a_run_is_the_plain_formula(options: dict[str, Any], accumulate: int, workers: int) -> None:
-    callback, spy = no_noise(augmentations=3, **options), batch_spy(3)
+    callback, spy = no_noise(augmentations=3, **options), batch_spy(pl, views=3)
     module = classifier(pl, learning_rate=RATE)
     several = {"num_workers": workers, "persistent_workers": True} if workers else {}
     trainer = quiet_trainer(pl, callback, spy, max_epochs=2, accumulate_grad_batches=accumulate)
@@ -119,7 +80,9 @@ def test_without_noise_a_run_is_the_plain_formula(options: dict[str, Any], accum
     assert (views[:, 0] != views[:, 1]).all(), "two views of a record are the same"
     labels = torch.cat([y for _, _, y in spy.batches])
     assert (labels == labels[:, :1]).all(), "the views of an example are not of one record"
-    torch.testing.assert_close(weights(module), by_hand(spy.batches, 4 * accumulate), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        weights(module), by_hand(spy.batches, 4 * accumulate, rate=RATE, clip=CLIP), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "none"])
