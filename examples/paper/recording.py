@@ -40,7 +40,12 @@ class Results:
 
     def has(self, key: Mapping[str, Any]) -> bool:
         """Whether a row agrees with ``key`` in every column of it."""
-        return any(all(row.get(name) == _text(value) for name, value in key.items()) for row in self.rows())
+        return self.find(key) is not None
+
+    def find(self, key: Mapping[str, Any]) -> dict[str, str] | None:
+        """The first row that agrees with ``key`` in every column of it."""
+        wanted = {name: _text(value) for name, value in key.items()}
+        return next((row for row in self.rows() if wanted.items() <= row.items()), None)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Appends a row.

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import io
+import json
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "film", "plot", "and", "very"]
 FOLDERS = (ROOT / "examples", ROOT / "examples" / "paper")
 NAMES = tuple(path.stem for folder in FOLDERS for path in folder.glob("*.py"))
 
@@ -49,3 +54,39 @@ def mnist_like(tmp_path: Path) -> Path:
         write_idx(folder / f"{split}-images-idx3-ubyte.gz", images)
         write_idx(folder / f"{split}-labels-idx1-ubyte", labels)
     return folder
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> str:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    folder = tmp_path / "encoder"
+    BertModel(BertConfig(vocab_size=len(WORDS), max_position_embeddings=16, **sizes)).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    return str(folder)
+
+
+@pytest.fixture
+def sentences(tmp_path: Path) -> str:
+    lines = [f"{'very ' * (i % 4)}{('bad', 'good')[i % 2]} film\t{i % 2}" for i in range(24)]
+    for name in ("train.tsv", "test.tsv"):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    return str(tmp_path)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> str:
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    for name, number in (("train.zip", 12), ("test.zip", 3)):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            for kind in ("cat", "dog"):
+                for i in range(number):
+                    file = io.BytesIO()
+                    Image.fromarray(draw.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(file, "JPEG")
+                    archive.writestr(f"{kind}/{i:04}.jpg", file.getvalue())
+    return str(tmp_path)

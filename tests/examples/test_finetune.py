@@ -3,61 +3,21 @@
 from __future__ import annotations
 
 import csv
-import io
-import json
 import math
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 Example = Callable[[str], ModuleType]
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "film", "plot", "and", "very"]
 COMMON = ["--delta", "1e-3", "--eps", "2", "--steps", "3", "--batch-size", "8", "--csv", "runs.csv"]
-
-
-@pytest.fixture
-def encoder(tmp_path: Path) -> str:
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
-    folder = tmp_path / "encoder"
-    BertModel(BertConfig(vocab_size=len(WORDS), max_position_embeddings=16, **sizes)).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
-    return str(folder)
-
-
-@pytest.fixture
-def sentences(tmp_path: Path) -> str:
-    lines = [f"{'very ' * (i % 4)}{('bad', 'good')[i % 2]} film\t{i % 2}" for i in range(24)]
-    for name in ("train.tsv", "test.tsv"):
-        (tmp_path / name).write_text("\n".join(lines) + "\n")
-    return str(tmp_path)
-
-
-@pytest.fixture
-def images(tmp_path: Path) -> str:
-    draw = np.random.default_rng(0)
-    for name, number in (("train.zip", 12), ("test.zip", 3)):
-        with zipfile.ZipFile(tmp_path / name, "w") as archive:
-            for kind in ("cat", "dog"):
-                for i in range(number):
-                    file = io.BytesIO()
-                    Image.fromarray(draw.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(file, "JPEG")
-                    archive.writestr(f"{kind}/{i:04}.jpg", file.getvalue())
-    return str(tmp_path)
 
 
 @pytest.fixture

@@ -1,0 +1,70 @@
+"""BLEU, NIST, ROUGE-L and CIDEr of generated sentences with several references each, from the usual packages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import zip_longest
+from typing import Any
+
+NAMES = ("bleu", "nist", "rouge_l", "cider")
+# METEOR is left out: NLTK's needs WordNet's files, which no package index has; the reference one needs Java.
+
+
+def scores(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Of a corpus; words are separated by blanks, as in the E2E data.
+
+    Args:
+        references: at least one for each hypothesis.
+
+    Returns:
+        ``bleu``: sacreBLEU, 0 to 100, cased, 13a tokens. ``nist``: NLTK, n = 5. ``rouge_l``: rouge-score's F measure
+        against the best reference, 0 to 1, the mean over hypotheses. ``cider``: pycocoevalcap, 0 to 10, with document
+        frequencies of these references.
+
+    Raises:
+        ValueError: not one list of references for each hypothesis, or an empty one.
+        ModuleNotFoundError: a package is missing.
+    """
+    if len(hypotheses) != len(references) or not all(references):
+        raise ValueError(f"{len(hypotheses)} hypotheses need as many lists of references, none of them empty")
+    return {
+        "bleu": package("sacrebleu").corpus_bleu(list(hypotheses), list(zip_longest(*references))).score,
+        "nist": nist(hypotheses, references),
+        "rouge_l": rouge_l(hypotheses, references),
+        "cider": cider(hypotheses, references),
+    }
+
+
+def nist(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    score = package("nltk.translate.nist_score").corpus_nist
+    words = [hypothesis.split() for hypothesis in hypotheses]
+    if not any(words):
+        return 0.0  # NLTK divides by the number of words
+    return float(score([[reference.split() for reference in group] for group in references], words, n=5))
+
+
+def rouge_l(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    scorer = package("rouge_score.rouge_scorer").RougeScorer(["rougeL"])
+    pairs = zip(hypotheses, references, strict=True)
+    return sum(scorer.score_multi(group, hypothesis)["rougeL"].fmeasure for hypothesis, group in pairs) / len(
+        hypotheses
+    )
+
+
+def cider(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    scorer = package("pycocoevalcap.cider.cider").Cider()
+    score, _ = scorer.compute_score(
+        {i: [reference.lower() for reference in group] for i, group in enumerate(references)},
+        {i: [hypothesis.lower()] for i, hypothesis in enumerate(hypotheses)},
+    )
+    return float(score)
+
+
+def package(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            f"scoring needs {name.split('.')[0]}: pip install 'lightning-lap2[paper]'", name=missing.name
+        ) from missing

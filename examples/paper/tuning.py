@@ -1,0 +1,115 @@
+"""Which weights of a pretrained network are trained, and the head on top of it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from jsonargparse import ArgumentParser
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+Tune = Literal["head", "lora", "full"]
+Optimizer = Literal["adam", "sgd"]
+# Query, key and value under the names that BERT, MPNet, DINOv2 and GPT-2 have for them.
+ATTENTION = r".*\.(query|key|value|q_proj|k_proj|v_proj|q|k|v|c_attn)"
+
+
+def tuning_flags(parser: ArgumentParser, default: Tune = "head") -> None:
+    parser.add_argument(
+        "--tune", type=Tune, default=default, help="a head on frozen features, adapters, or all weights"
+    )
+    parser.add_argument("--rank", type=int, default=4, help="of the adapters (--tune lora)")
+    parser.add_argument("--optimizer", type=Optimizer, default="adam")
+    parser.add_argument("--backbone-lr", type=float, default=1e-3, help="below the head (--tune lora, full)")
+    parser.add_argument("--cache", type=str, default=None, help="file that keeps what is computed before training")
+
+
+def prepare(backbone: nn.Module, tune: Tune, rank: int) -> nn.Module:
+    """The backbone with the chosen weights trainable, and without dropout.
+
+    Args:
+        tune: ``"head"``: none of the backbone's; ``"lora"``: adapters of ``rank`` in every attention; ``"full"``: all.
+    """
+    backbone.requires_grad_(tune == "full")
+    if tune == "lora":
+        from peft import LoraConfig, inject_adapter_in_model
+        from transformers.pytorch_utils import Conv1D
+
+        transposed = any(isinstance(module, Conv1D) for module in backbone.modules())  # GPT-2
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ATTENTION, fan_in_fan_out=transposed)
+        backbone = inject_adapter_in_model(config, backbone)
+    for module in backbone.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return backbone
+
+
+def unit(x: Tensor) -> Tensor:
+    """Each vector centred and scaled by its own mean and length: ``[B, D]`` to ``[B, D]`` of length 1.
+
+    Statistics of the data set would be one more release to pay for.
+    """
+    return F.normalize(x - x.mean(dim=-1, keepdim=True), dim=-1)
+
+
+class Classifier(L.LightningModule):
+    """A linear head on the unit vectors that ``features`` makes of a batch's inputs, and the backbone below it.
+
+    Args:
+        width: of the features.
+        lr: of the head.
+        backbone: trained with it where it has trainable weights; ``None``: the inputs are the features.
+        backbone_lr: of the backbone's weights.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        classes: int,
+        lr: float,
+        *,
+        backbone: nn.Module | None = None,
+        backbone_lr: float = 1e-3,
+        optimizer: Optimizer = "adam",
+    ) -> None:
+        super().__init__()
+        self.lr, self.backbone_lr, self.optimizer = lr, backbone_lr, optimizer
+        self.head, self.backbone = nn.Linear(width, classes), backbone
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.accuracy = MulticlassAccuracy(classes, average="micro")
+
+    def features(self, inputs: list[Tensor]) -> Tensor:
+        """``[B, D]``; here the inputs are features already."""
+        return inputs[0]
+
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        return self.head(unit(self.features(inputs)))  # [B, classes]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        *inputs, y = batch
+        return F.cross_entropy(self(inputs), y)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        *inputs, y = batch
+        self.accuracy(self(inputs), y)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True, batch_size=len(y))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": list(self.head.parameters()), "lr": self.lr}]
+        if self.backbone is not None:
+            groups.append(
+                {"params": [p for p in self.backbone.parameters() if p.requires_grad], "lr": self.backbone_lr}
+            )
+        groups = [group for group in groups if group["params"]]
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(groups, momentum=0.9)
+        return torch.optim.AdamW(groups, weight_decay=0.0)
+
+
+def test_accuracy(model: Classifier, test: Any) -> float:
+    tester = L.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    return tester.test(model, test, verbose=False)[0]["accuracy"]
