@@ -39,9 +39,10 @@ def scores(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> di
 def nist(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     score = package("nltk.translate.nist_score").corpus_nist
     words = [hypothesis.split() for hypothesis in hypotheses]
-    if not any(words):
-        return 0.0  # NLTK divides by the number of words
-    return float(score([[reference.split() for reference in group] for group in references], words, n=5))
+    order = min(5, max(map(len, words)))  # NLTK divides by the number of n-grams; an order without any adds nothing
+    if order == 0:
+        return 0.0
+    return float(score([[reference.split() for reference in group] for group in references], words, n=order))
 
 
 def rouge_l(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> float:

@@ -145,6 +145,10 @@ def data_sets(args: Namespace) -> tuple[TensorDataset, TensorDataset]:
     return train, test
 
 
+def part(rows: TensorDataset, chosen: slice) -> TensorDataset:
+    return TensorDataset(*(tensor[chosen] for tensor in rows.tensors))
+
+
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = flags(
         "SST-2 or QNLI with a pretrained encoder, privately (Table III).",
@@ -156,9 +160,12 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--encoder", type=str, required=True, help="folder of a BERT-family encoder with its tokenizer")
     parser.add_argument("--data", type=str, required=True, help="folder with the task's .tsv files")
     parser.add_argument("--tokens", type=int, default=128, help="every record is cut or padded to this")
+    parser.add_argument("--held-out", type=int, default=0, help="test on so many training records (to choose settings)")
     tuning_flags(parser)
     args = parser.parse_args(argv)
     train, test = data_sets(args)
+    if args.held_out:
+        test, train = part(train, slice(args.held_out)), part(train, slice(args.held_out, None))
     classes = int(train.tensors[-1].max()) + 1
 
     def run(mechanism: str, eps: float, seed: int) -> Row:
@@ -173,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         return {**spent, "accuracy": test_accuracy(model, DataLoader(test, batch_size=256))}
 
     settings = {"experiment": args.task, "weights": args.encoder}
-    names = ("tune", "rank", "tokens", "optimizer", "backbone_lr")
+    names = ("tune", "rank", "tokens", "optimizer", "backbone_lr", "held_out")
     rows = sweep(args, {**settings, **{name: args[name] for name in names}}, run)
     print(summary(rows, ["accuracy", "epsilon"]))
     return rows

@@ -42,7 +42,8 @@ class Decoder(L.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         ids, labels = batch  # [B, T], [B, T]
-        logits = self.net(input_ids=ids, use_cache=False).logits[:, :-1]  # [B, T - 1, V]
+        seen = torch.ones_like(ids)  # padding comes last, where causal attention hides it
+        logits = self.net(input_ids=ids, attention_mask=seen, use_cache=False).logits[:, :-1]  # [B, T - 1, V]
         labels = labels[:, 1:]
         losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)  # [B, T - 1]
         told = (labels != NO_LABEL).float()

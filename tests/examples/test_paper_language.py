@@ -181,8 +181,10 @@ def test_table3(example: Example, encoder: str, sentences: str, pairs: str, tune
     table = example("table3")
     flags = ["--encoder", encoder, "--tokens", "12", "--tune", tune, *TINY]
     check_private(table.main([*flags, "--task", "sst2", "--data", sentences]))
-    check_private(table.main([*flags, "--task", "qnli", "--data", pairs, "--subset", "20", "--cache", "q.pt"]))
-    assert [(row["experiment"], row["train_records"]) for row in rows()] == [("sst2", "24"), ("qnli", "20")]
+    qnli = [*flags, "--task", "qnli", "--data", pairs, "--subset", "20", "--cache", "q.pt"]
+    check_private(table.main(qnli) + (table.main([*qnli, "--held-out", "8"]) if tune == "head" else []))
+    assert [(row["experiment"], row["train_records"]) for row in rows()][:2] == [("sst2", "24"), ("qnli", "20")]
+    assert [row["train_records"] for row in rows()[2:]] == ["12"] * (tune == "head")
     if tune != "head":
         assert int(rows()[0]["dimension"]) == int(rows()[1]["dimension"])  # pairs are read at once
 
@@ -279,6 +281,7 @@ def test_scores_against_other_implementations(example: Example) -> None:
     assert nlg.nist([one], [others]) == pytest.approx(3.3709, abs=1e-4)
     same = nlg.scores([group[0] for group in references], references)
     assert (same["bleu"], same["rouge_l"]) == (pytest.approx(100), 1.0) and same["cider"] > found["cider"] > 0
+    assert 0 < nlg.nist(["a pub", ""], references) < found["nist"]
     assert nlg.scores(["", ""], references) == {"bleu": 0.0, "nist": 0.0, "rouge_l": 0.0, "cider": 0.0}
     with pytest.raises(ValueError, match="2 hypotheses need as many lists of references"):
         nlg.scores(hypotheses, [["a"], []])
