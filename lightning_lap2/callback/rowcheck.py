@@ -59,39 +59,45 @@ def refuse_moved_rows(records: list[Any], batch_of: BatchOf) -> None:
 
     Two records change places; under one state of every random generator both their rows must then change. A batch
     that is sorted does not change at all, one that is reordered in any other way changes elsewhere. (The same
-    records have the same padding, so shapes agree.) Records that make the same row are passed over.
+    records have the same padding, so shapes agree.) Records that make the same row are passed over, and random
+    transforms may hide a difference (a crop of the border) under one seed but not under all.
 
     Raises:
         UnsupportedModelError: rows move, or are more or fewer than the records.
     """
-    some = records[:_MOVED]
-    for seed in range(_MOVED_SEEDS):
+    if set.intersection(*(_unchanged(records[:_MOVED], batch_of, seed) for seed in range(_MOVED_SEEDS))):
+        raise UnsupportedModelError(
+            "the rows of a batch do not keep the order of their records (collate_fn or on_before/after_batch_transfer "
+            "sorts or shuffles them?): with augmentations above 1 the views of a record must stay side by side, else "
+            "clipping does not bound what one record does. Keep the order, sort inside training_step (with "
+            "engine='vmap' or 'loop'), or use augmentations=1"
+        )
 
-        def rows_of(chosen: list[Any], seed: int = seed) -> list[Tensor]:
-            with _generators(seed):
-                parts = take_apart(batch_of(chosen))
-            if parts.count != len(chosen):
-                raise UnsupportedModelError(
-                    f"collate_fn and the batch transfer hooks made {parts.count} rows of {len(chosen)} records; each "
-                    "record must give exactly one row: repeat or drop records in the data set, before they are sampled"
-                )
-            return [_comparable(t) for t in parts.tensors]
 
-        alone = [rows_of([record]) for record in some]
-        before = rows_of(some)
-        for i, j in combinations(range(len(some)), 2):
-            if _same(alone[i], alone[j]):
-                continue
-            exchanged = list(some)
-            exchanged[i], exchanged[j] = some[j], some[i]
-            after = rows_of(exchanged)
-            if any(_same([t[k] for t in before], [t[k] for t in after]) for k in (i, j)):
-                raise UnsupportedModelError(
-                    "the rows of a batch do not keep the order of their records (collate_fn or on_before/"
-                    "after_batch_transfer sorts or shuffles them?): with augmentations above 1 the views of a record "
-                    "must stay side by side, else clipping does not bound what one record does. Keep the order, sort "
-                    "inside training_step (with engine='vmap' or 'loop'), or use augmentations=1"
-                )
+def _unchanged(records: list[Any], batch_of: BatchOf, seed: int) -> set[tuple[int, int, int]]:
+    """All (i, j, k), k = i or j, where row k stays what it was when records i and j change places."""
+
+    def rows_of(chosen: list[Any]) -> list[Tensor]:
+        with _generators(seed):
+            parts = take_apart(batch_of(chosen))
+        if parts.count != len(chosen):
+            raise UnsupportedModelError(
+                f"collate_fn and the batch transfer hooks made {parts.count} rows of {len(chosen)} records; each "
+                "record must give exactly one row: repeat or drop records in the data set, before they are sampled"
+            )
+        return [_comparable(t) for t in parts.tensors]
+
+    alone = [rows_of([record]) for record in records]
+    before = rows_of(records)
+    found = set()
+    for i, j in combinations(range(len(records)), 2):
+        if _same(alone[i], alone[j]):
+            continue
+        exchanged = list(records)
+        exchanged[i], exchanged[j] = records[j], records[i]
+        after = rows_of(exchanged)
+        found |= {(i, j, k) for k in (i, j) if _same([t[k] for t in before], [t[k] for t in after])}
+    return found
 
 
 def fetch(dataset: Any, indices: list[int]) -> Any:

@@ -69,7 +69,13 @@ def test_rows_that_move_are_refused(collate: Collate) -> None:
         refuse_moved_rows(sequences(), collate)
 
 
-@pytest.mark.parametrize("collate", [padded, jittered, jittered_by_numpy], ids=lambda c: c.__name__)
+def mostly_blank(records: list[Any]) -> Any:
+    """A harsh random transform: under one seed rows of unlike records may look alike."""
+    x = torch.stack([r[:3] for r in records])
+    return x * (torch.rand(len(x), 1) < 0.6)
+
+
+@pytest.mark.parametrize("collate", [padded, jittered, jittered_by_numpy, mostly_blank], ids=lambda c: c.__name__)
 def test_rows_that_stay_pass(collate: Collate) -> None:
     refuse_moved_rows(sequences(), collate)
     # alike, so that nothing tells them apart
