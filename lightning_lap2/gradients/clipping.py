@@ -58,7 +58,6 @@ class FlatClipper:
 
     def weights(self, norms: Tensor) -> Tensor:
         total = total_norm(norms, self.norm)
-        finite = torch.isfinite(total)
-        # a zero norm gives C / 0 = inf, hence weight 1: no 0/0
-        weight = (self.max_grad_norm / total).clamp_max(1.0)
-        return torch.where(finite, weight, torch.zeros_like(weight)).expand_as(norms)
+        # a zero norm gives C / 0 = inf, hence weight 1: no 0/0; an infinite one gives 0, or nan with C = inf
+        weight = (self.max_grad_norm / total).clamp_max_(1.0)
+        return weight.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).expand_as(norms)

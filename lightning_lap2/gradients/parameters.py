@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 
 class ParameterLayout:
@@ -64,10 +65,10 @@ class ParameterLayout:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of ``flat`` (``[n]``), one per parameter and in its shape."""
-        return [
-            flat[start : start + size].view(p.shape)
-            for p, start, size in zip(self.parameters, self.offsets[:-1], self.sizes, strict=True)
-        ]
+        if 0 in self.sizes:  # for which torch's own helper forgets the shape
+            pieces = zip(self.parameters, flat.split(self.sizes), strict=True)
+            return [piece.view(p.shape) for p, piece in pieces]
+        return list(_unflatten_dense_tensors(flat, self.parameters))
 
     def write_grads(self, flat: Tensor) -> None:
         """Sets every trainable parameter's ``.grad`` from ``flat`` (``[n]``), sharing memory where types agree."""

@@ -35,16 +35,45 @@ def is_traced(value: Any) -> bool:
 # --- refused by name -------------------------------------------------------------------------------------------------
 
 
-def refuse_layers(module: nn.Module, *, vmapped: bool) -> None:
+def refuse_layers(module: nn.Module, *, vmapped: bool) -> list[nn.Module]:
     """Raises for layers that mix examples, that write what no noise protects, or that ``vmap`` cannot run.
+
+    Returns all layers, as :func:`layers_of`.
 
     Raises:
         UnsupportedModelError: naming the layer and what to use instead.
     """
-    for name, layer in module.named_modules():
+    layers = layers_of(module)
+    for layer in layers:
+        if not isinstance(layer, _REFUSABLE):
+            continue
         reason = layer_refusal(layer, vmapped=vmapped)
         if reason is not None:
+            name = next(name for name, found in module.named_modules() if found is layer)
             raise UnsupportedModelError(f"{type(layer).__name__} {name!r} {reason}")
+    return layers
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """What ``module.modules()`` gives, in its order, without making names: a step asks for it several times."""
+    seen = {id(module)}
+    found = [module]
+    stack = [iter(module._modules.values())]
+    while stack:
+        for child in stack[-1]:
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+                if child._modules:
+                    stack.append(iter(child._modules.values()))
+                    break
+        else:
+            stack.pop()
+    return found
+
+
+_REFUSABLE = (_BatchNorm, _InstanceNorm, nn.Embedding, nn.EmbeddingBag)
+"""The classes that :func:`layer_refusal` looks at."""
 
 
 def layer_refusal(layer: nn.Module, *, vmapped: bool) -> str | None:
@@ -75,11 +104,12 @@ def batch_statistics_refused() -> Iterator[None]:
     A custom layer may call ``F.batch_norm`` itself; its kernel writes the running statistics without counting it as a
     write, so nothing else would notice.
     """
-    with (
-        _replaced(torch, "batch_norm", _no_batch_statistics(torch.batch_norm)),
-        _replaced(torch, "instance_norm", _no_batch_statistics(torch.instance_norm)),
-    ):
+    before = torch.batch_norm, torch.instance_norm
+    torch.batch_norm, torch.instance_norm = map(_no_batch_statistics, before)
+    try:
         yield
+    finally:
+        torch.batch_norm, torch.instance_norm = before
 
 
 def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

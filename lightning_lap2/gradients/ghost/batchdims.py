@@ -8,7 +8,7 @@ and is refused. Afterwards a use must have its batch where it was, or is refused
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from lightning_lap2.gradients.engine import UnsupportedModelError
 
@@ -31,12 +31,12 @@ class BatchDims:
         """Ends a call that went through."""
         self._first_call = False
 
-    def find(self, key: Hashable, candidates: Sequence[int], what: str, *, optional: bool = False) -> int:
+    def find(self, key: Hashable, candidates: Sequence[int], what: Callable[[], str], *, optional: bool = False) -> int:
         """The batch dimension among ``candidates``, the dimensions of the right size.
 
         Args:
             key: identifies the use: parameter, operation, rank.
-            what: words for the message.
+            what: makes the words for a message.
             optional: whether the tensor may have no batch dimension (position indices): ``NO_BATCH``.
 
         Raises:
@@ -47,7 +47,7 @@ class BatchDims:
         possible = [*candidates, NO_BATCH] if optional else list(candidates)
         if not possible:
             raise UnsupportedModelError(
-                f"{what}: no dimension has the size of the batch ({self.rows}), so its rows cannot be told "
+                f"{what()}: no dimension has the size of the batch ({self.rows}), so its rows cannot be told "
                 f'apart by example (patches or time steps folded into the batch?). Use engine="vmap".'
             )
         if self._first_call or not seen:
@@ -55,16 +55,16 @@ class BatchDims:
         known = seen.intersection(possible)
         if len(known) != 1:
             raise UnsupportedModelError(
-                f"{what}: the batch ({self.rows} rows) lies along one of the dimensions {possible}, where "
+                f"{what()}: the batch ({self.rows} rows) lies along one of the dimensions {possible}, where "
                 f'the first batches had it along {sorted(seen)}. Use engine="vmap".'
             )
         return known.pop()
 
-    def _first_sight(self, seen: set[int], possible: list[int], fitting: int, what: str) -> int:
+    def _first_sight(self, seen: set[int], possible: list[int], fitting: int, what: Callable[[], str]) -> int:
         """The first dimension of the right size; after the first call only if no other has it."""
         if fitting > 1 and not self._first_call:
             raise UnsupportedModelError(
-                f"{what}: dimensions {possible[:fitting]} all have the size of the batch ({self.rows}), and "
+                f"{what()}: dimensions {possible[:fitting]} all have the size of the batch ({self.rows}), and "
                 f'nothing seen before tells which is the batch. Use another batch size or engine="vmap".'
             )
         seen.add(possible[0])

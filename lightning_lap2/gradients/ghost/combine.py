@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_lap2.gradients.ghost.numerics import CANCELLATION
+from lightning_lap2.gradients.ghost.numerics import CANCELLATION, root
 from lightning_lap2.gradients.ghost.sources import Pulled, squares_by_rows
 from lightning_lap2.gradients.ghost.terms import Dense, Outer, Rows, Term
 
@@ -31,10 +31,14 @@ def merge(terms: list[Term]) -> list[Term]:
     return merged + outer + rows
 
 
-def squares_of_sum(terms: list[Term]) -> Tensor:
-    """Squared norms of the sum of merged uses: ``[B]`` in fp64."""
+def norms_of_sum(terms: list[Term]) -> Tensor:
+    """Norms of the sum of merged uses: ``[B]`` in fp64."""
     if len(terms) == 1:
-        return terms[0].squares()
+        return terms[0].norms()
+    return root(_squares_of_sum(terms))
+
+
+def _squares_of_sum(terms: list[Term]) -> Tensor:
     if all(isinstance(t, Pulled) and t.keeps_norms() for t in terms):
         # q, k and v cut out of one matrix: orthogonal where no entry is taken twice
         covers = [t.cover() for t in terms if isinstance(t, Pulled)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,12 @@ from torch.utils.checkpoint import CheckpointError
 from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError, full_precision
 from lightning_lap2.gradients.ghost.batchdims import BatchDims
-from lightning_lap2.gradients.ghost.combine import merge, squares_of_sum
+from lightning_lap2.gradients.ghost.combine import merge, norms_of_sum
 from lightning_lap2.gradients.ghost.graph import Use, Walk
-from lightning_lap2.gradients.ghost.numerics import row_squares
 from lightning_lap2.gradients.ghost.rules import RULES, Scope
 from lightning_lap2.gradients.ghost.shares import own_per_share
 from lightning_lap2.gradients.ghost.sources import Pulled, term_of_parameter
-from lightning_lap2.gradients.ghost.state import kept_values, refuse_written
+from lightning_lap2.gradients.ghost.state import Kept, refuse_written
 from lightning_lap2.gradients.ghost.terms import Dense, Term
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.tracing import batch_statistics_refused, refuse_layers
@@ -62,22 +62,23 @@ class GhostEngine(Engine):
             )
         super().__init__(module, chunk_size=chunk_size)
         self._dims = BatchDims()
+        self._kept: Kept | None = None
 
     def accumulate(self, call: StepCall, layout: ParameterLayout, clipper: Clipper, total: Tensor) -> Any:
         if clipper.norm != "l2":
             raise UnsupportedModelError(
                 f'engine="ghost" computes l2 norms, but clipping is by {clipper.norm}. Use engine="vmap".'
             )
-        refuse_layers(self.module, vmapped=False)
-        before = kept_values(self.module)
-        with torch.enable_grad(), batch_statistics_refused(), unfused_lstm(self.module), call.context():
+        layers = refuse_layers(self.module, vmapped=False)
+        self._kept = before = self._kept.renewed(self.module) if self._kept else Kept(self.module)
+        with torch.enable_grad(), batch_statistics_refused(), unfused_lstm(layers), call.context():
             output = self.module.training_step(*call.args)  # type: ignore[operator]
         refuse_written(self.module, before)
         loss = loss_of(output)
         if loss is not None and call.count > 0:
-            found = self._collect(loss, layout, call, total.dtype)
-            with torch.no_grad(), full_precision():
-                found.add_clipped(layout, clipper, total, call.count)
+            self._collect(loss, layout, call, total.dtype).add_clipped(layout, clipper, total, call.count)
+        if output is loss:
+            return loss if loss is None else loss.detach()
         return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
 
     def _collect(self, loss: Tensor, layout: ParameterLayout, call: StepCall, dtype: torch.dtype) -> Collected:
@@ -100,7 +101,7 @@ class Collected:
     """One backward's harvest.
 
     Attributes:
-        terms: for each parameter used its uses and the squared norms ``[B]`` of their sum; gradients of each
+        terms: for each parameter used its uses and the norms ``[B]`` (fp64) of their sum; gradients of each
             example's share of the batch loss.
         factor: from that to the example's gradient, see :func:`own_per_share`.
     """
@@ -108,21 +109,29 @@ class Collected:
     terms: dict[int, tuple[list[Term], Tensor]]
     factor: Tensor | float
 
+    @torch.no_grad()
     def add_clipped(self, layout: ParameterLayout, clipper: Clipper, total: Tensor, count: int) -> None:
         """``total += sum_b weight_b g_b``."""
-        norms = torch.zeros(len(layout.parameters), count, dtype=torch.float64, device=total.device)
-        for k, (_, squares) in self.terms.items():
-            norms[k] = squares.clamp_min(0).sqrt() * self.factor  # nan stays nan
-        bad = ~torch.isfinite(norms).all(dim=0)
-        norms[:, bad] = torch.inf
+        if not self.terms:
+            return
+        norms = torch.stack([norms for _, norms in self.terms.values()]).mul_(self.factor)
+        if len(self.terms) < len(layout.parameters):
+            used = torch.tensor(list(self.terms), device=norms.device)
+            norms = norms.new_zeros(len(layout.parameters), count).index_copy_(0, used, norms)
+        discarded = None
+        # norms are not negative: their sum is finite only where each of them is
+        if not math.isfinite(norms.sum().item()):
+            bad = ~torch.isfinite(norms).all(dim=0)
+            norms[:, bad] = torch.inf
+            discarded = bad.nonzero()[:, 0] if bool(bad.any()) else None
         weights = (clipper.weights(norms) * self.factor).to(total.dtype)
-        discarded = bad.nonzero()[:, 0] if bool(bad.any()) else None
-        views = layout.views(total)
-        for k, (uses, _) in self.terms.items():
-            for use in uses:
-                if discarded is not None:
-                    use.discard(discarded)
-                use.add_weighted(views[k], weights[k])
+        views, weight = layout.views(total), weights.unbind(0)
+        with full_precision():
+            for k, (uses, _) in self.terms.items():
+                for use in uses:
+                    if discarded is not None:
+                        use.discard(discarded)
+                    use.add_weighted(views[k], weight[k])
 
 
 class Collector:
@@ -134,8 +143,9 @@ class Collector:
         self.uses = uses
         self.views = views
         self.terms: dict[int, list[Term]] = {}
-        self.squares: dict[int, Tensor] = {}
-        self._expected = Counter(p for use in uses for d in use.operands.values() for p in d.parameters)
+        self.norms: dict[int, Tensor] = {}
+        self._expected = Counter([p for use in uses for d in use.operands.values() for p in d.parameters])
+        self._exact = torch.get_float32_matmul_precision() == "highest"
 
     def backward(self, loss: Tensor) -> None:
         """Gradients with respect to activations only: the engine runs what the last uses need and no weight
@@ -161,43 +171,50 @@ class Collector:
     def _hook(self, use: Use) -> Any:
         return lambda grads: self._collect(use, grads[0])
 
+    @torch.no_grad()
     def _collect(self, use: Use, grad: Tensor | None) -> None:
         if grad is None:
             return
-        with torch.no_grad(), full_precision():
-            terms = RULES[use.name](use, self.scope, grad)
-            missing = use.operands.keys() - terms.keys()
-            if missing:
-                raise self.scope.refuse(use, f"its inputs {sorted(missing)}")
-            for operand, term in terms.items():
-                derived = use.operands[operand]
-                if self.views > 1:
-                    term = term.folded(self.views)
-                term = term.compact()
-                for k in derived.parameters:
-                    parameter = self.layout.parameters[k]
-                    own = term_of_parameter(term, derived, parameter, self.scope.dtype)
-                    self.terms.setdefault(k, []).append(own)
-                    if self._expected[k] == 1 and not isinstance(own, Pulled):
-                        self.squares[k] = own.squares()
+        if self._exact:
+            self._terms_of(use, grad)
+        else:
+            with full_precision():  # here and not around the backward, whose precision is the user's choice
+                self._terms_of(use, grad)
 
+    def _terms_of(self, use: Use, grad: Tensor) -> None:
+        terms = RULES[use.name](use, self.scope, grad)
+        if terms.keys() != use.operands.keys():
+            raise self.scope.refuse(use, f"its inputs {sorted(use.operands.keys() - terms.keys())}")
+        for operand, term in terms.items():
+            derived = use.operands[operand]
+            if self.views > 1:
+                term = term.folded(self.views)
+            term = term.compact()
+            for k in derived.parameters:
+                own = term_of_parameter(term, derived, self.layout.parameters[k], self.scope.dtype)
+                if self._expected[k] == 1 and not isinstance(own, Pulled):
+                    self.terms[k], self.norms[k] = [own], own.norms()
+                else:
+                    self.terms.setdefault(k, []).append(own)
+
+    @torch.no_grad()
     def finish(self, factor: Tensor | float) -> Collected:
-        """All terms with the squared norms of their sums, ordered by parameter."""
+        """All terms with the norms of their sums, ordered by parameter."""
         result = {}
-        with torch.no_grad(), full_precision():
-            for k, terms in sorted(self.terms.items()):
-                if k not in self.squares:
+        for k, terms in sorted(self.terms.items()):
+            if k not in self.norms:
+                with full_precision():
                     terms = merge(terms)
-                    self.squares[k] = squares_of_sum(terms)
-                result[k] = (terms, self.squares[k])
+                    self.norms[k] = norms_of_sum(terms)
+            result[k] = (terms, self.norms[k])
         return Collected(result, factor)
 
 
 def _single_example(loss: Tensor, layout: ParameterLayout, dtype: torch.dtype) -> Collected:
     """A batch of one: its gradient is the batch gradient."""
     grads = torch.autograd.grad(loss, layout.parameters, allow_unused=True)
-    dense = {k: g.detach().to(dtype)[None] for k, g in enumerate(grads) if g is not None}
-    return Collected({k: ([Dense(g)], row_squares(g.reshape(1, -1))) for k, g in dense.items()}, 1)
+    dense = {k: Dense(g.detach().to(dtype)[None]) for k, g in enumerate(grads) if g is not None}
+    return Collected({k: ([term], term.norms()) for k, term in dense.items()}, 1)
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -218,10 +235,10 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 @contextmanager
-def unfused_lstm(module: nn.Module) -> Iterator[None]:
+def unfused_lstm(layers: Iterable[nn.Module]) -> Iterator[None]:
     """On a CPU nn.LSTM is one fused oneDNN node, which gives no output gradients of its matrix products away; with
     oneDNN off inside, it is a sequence of plain ones."""
-    if not any(isinstance(child, nn.LSTM) for child in module.modules()):
+    if not any(isinstance(layer, nn.LSTM) for layer in layers):
         yield
         return
     before = torch.backends.mkldnn.set_flags(_enabled=False)

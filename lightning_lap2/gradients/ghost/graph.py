@@ -47,6 +47,8 @@ _UNARY = {
 _COMBINED = {"WeightNormInterfaceBackward0", "MmBackward0", "BmmBackward0", "CatBackward0", "StackBackward0"}
 """Operations on several tensors, data-free where each of them is derived."""
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
+Edges = tuple[tuple[Node | None, int], ...]
+"""What lies below a node: for each of its inputs a node and which of that node's outputs it is."""
 _OPAQUE = {
     "CheckpointFunctionBackward": "torch.utils.checkpoint(use_reentrant=True) hides parameters from the graph of "
     'the loss, so engine="ghost" cannot account for them. Use engine="loop", or no checkpointing.',
@@ -97,41 +99,42 @@ class Walk:
         Raises:
             UnsupportedModelError: a parameter is used by an operation without a rule.
         """
-        stack: list[tuple[Node, bool]] = [(root, False)]
+        above_use, stack = self.above_use, [(root, root.name(), None)]
         while stack:
-            node, expanded = stack.pop()
-            if expanded:
-                self._visit(node)
+            node, name, edges = stack.pop()
+            if edges is not None:
+                self._visit(node, name, edges)
                 continue
-            if node in self.above_use:
+            if node in above_use:
                 continue
-            self.above_use[node] = False
-            stack.append((node, True))
-            view = node.name() in _VIEWS
-            for child, _ in node.next_functions:
+            above_use[node] = False
+            edges = node.next_functions
+            stack.append((node, name, edges))
+            shape = tuple(node._input_metadata[0].shape) if name in _VIEWS else None
+            for child, _ in edges:
                 if child is not None:
-                    if view:
-                        self.views.setdefault(child, []).append(tuple(node._input_metadata[0].shape))
-                    if child not in self.above_use:
-                        stack.append((child, False))
+                    if shape is not None:
+                        self.views.setdefault(child, []).append(shape)
+                    if child not in above_use:
+                        stack.append((child, child.name(), None))
         if root in self.derived:
             self._refuse(root, root.name(), self.derived[root][1])
         return self.uses
 
-    def _visit(self, node: Node) -> None:
-        if hasattr(node, "variable"):
+    def _visit(self, node: Node, name: str, edges: Edges) -> None:
+        if not edges and hasattr(node, "variable"):
             parameter = self.index.get(id(node.variable))
             if parameter is not None:
                 self.derived[node] = (Form.PLAIN, (parameter,))
             return
-        edges = node.next_functions
-        operands = {
-            i: Derived(child, output, *self.derived[child])
-            for i, (child, output) in enumerate(edges)
-            if child is not None and child in self.derived
-        }
-        below = any(self.above_use[child] for child, _ in edges if child is not None)
-        name = node.name()
+        operands, below = {}, False
+        for i, (child, output) in enumerate(edges):
+            if child is None:
+                continue
+            if child in self.derived:
+                operands[i] = Derived(child, output, *self.derived[child])
+            elif self.above_use[child]:
+                below = True
         if name in _OPAQUE:
             raise UnsupportedModelError(_OPAQUE[name])
         if operands:
@@ -142,7 +145,8 @@ class Walk:
                 return
             if not self.covered(name) or math.prod(node._input_metadata[0].shape) == 1:
                 self._refuse(node, name, [p for d in operands.values() for p in d.parameters])
-        self._follow_rows(node, name)
+        if name in _VIEWS or self.unflat:
+            self._follow_rows(node, edges, name)
         if operands:
             views = list(self.views.get(node, []))
             if node in self.unflat:
@@ -150,12 +154,12 @@ class Walk:
             self.uses.append(Use(node, name, operands, views, last=not below))
         self.above_use[node] = below or bool(operands)
 
-    def _follow_rows(self, node: Node, name: str) -> None:
+    def _follow_rows(self, node: Node, edges: Edges, name: str) -> None:
         """Notes which shape the rows of a matrix were flattened from, for as long as rows stay rows."""
         shape = tuple(node._input_metadata[0].shape)
         if len(shape) != 2:
             return
-        for child, output in node.next_functions:
+        for child, output in edges:
             if child is None or child in self.derived:
                 continue
             before = tuple(child._input_metadata[output].shape)
@@ -207,7 +211,7 @@ class Walk:
         return self.dims.find(
             (derived.parameters, name, index.dim()),
             [i for i, size in enumerate(index.shape) if size == self.dims.rows],
-            "",
+            str,
             optional=True,
         )
 
@@ -219,7 +223,7 @@ class Walk:
         return self.dims.find(
             (derived.parameters, name, len(shape)),
             [i for i, (n, o) in enumerate(zip(shape, own, strict=True)) if n == self.dims.rows != o],
-            f"Parameter {self.names[derived.parameters[0]]!r} used by {name} with output shape {shape}",
+            lambda: f"Parameter {self.names[derived.parameters[0]]!r} used by {name} with output shape {shape}",
             optional=optional,
         )
 
@@ -227,7 +231,7 @@ class Walk:
         """Along which dimension ``tensor.repeat`` makes one copy for each example."""
         repeats = tuple(node._saved_repeats)
         candidates = [i for i, times in enumerate(repeats) if times == self.dims.rows]
-        return self.dims.find((derived.parameters, name, len(repeats)), candidates, "", optional=True)
+        return self.dims.find((derived.parameters, name, len(repeats)), candidates, str, optional=True)
 
     def _refuse(self, node: Node, name: str, parameters: Sequence[int]) -> NoReturn:
         shape = tuple(node._input_metadata[0].shape)

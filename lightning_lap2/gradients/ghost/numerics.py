@@ -11,6 +11,19 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1024
+_ACCURATE = (torch.float32, torch.float64)
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """Norm of each row: ``[R, N] -> [R]`` in fp64; see :func:`row_squares`."""
+    if x.shape[1] <= _BLOCK and x.dtype in _ACCURATE:
+        return torch.linalg.vector_norm(x, dim=1).double()
+    return root(row_squares(x))
+
+
+def root(squares: Tensor) -> Tensor:
+    """Norms from squared norms, in place. Rounding may have made a zero negative; nan stays nan."""
+    return squares.clamp_min_(0).sqrt_()
 
 
 def row_squares(x: Tensor) -> Tensor:
@@ -18,7 +31,7 @@ def row_squares(x: Tensor) -> Tensor:
 
     Entries above 1e19 overflow in fp32 and give ``inf``: such an example is treated as non-finite.
     """
-    if x.dtype not in (torch.float32, torch.float64):
+    if x.dtype not in _ACCURATE:
         x = x.float()
     columns = x.shape[1]
     if columns <= _BLOCK:

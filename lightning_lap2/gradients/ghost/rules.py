@@ -51,8 +51,11 @@ class Scope:
         """The batch dimension among the leading dimensions ``lead``."""
         parameters = tuple(sorted({p for d in use.operands.values() for p in d.parameters}))
         candidates = [i for i, size in enumerate(lead) if size == self.rows]
-        what = f"{self.describe(use)} with leading dimensions {lead}"
-        return self.walk.dims.find((parameters, use.name, len(lead)), candidates, what)
+        return self.walk.dims.find(
+            (parameters, use.name, len(lead)),
+            candidates,
+            lambda: f"{self.describe(use)} with leading dimensions {lead}",
+        )
 
 
 def examples_first(x: Tensor, batch: int, kept: int) -> Tensor:
@@ -93,6 +96,8 @@ def _rows_first(use: Use, scope: Scope, matrices: list[Tensor]) -> list[Tensor]:
     """Matrices ``[R, d]`` whose rows are the same positions, as ``[B, T, d]``."""
     lead = _lead(use, scope, matrices[0].shape[0])
     batch = scope.batch_of(use, lead)
+    if len(lead) == 1:
+        return [m.unsqueeze(1) for m in matrices]
     return [examples_first(m.reshape(*lead, m.shape[1]), batch, 1) for m in matrices]
 
 

@@ -19,6 +19,8 @@ from lightning_lap2.gradients.ghost.rules import examples_first
 from lightning_lap2.gradients.ghost.sources import Node
 
 _MEAN = 1
+_EXACT = 2**24
+"""Counts up to here are exact in fp32, the type that the loss node may keep its total in."""
 
 
 def own_per_share(root: Node, walk: Walk, views: int) -> Tensor | float:
@@ -40,7 +42,9 @@ def own_per_share(root: Node, walk: Walk, views: int) -> Tensor | float:
             return examples
     if rows not in lead:
         return examples
-    batch = walk.dims.find(("loss", len(lead)), [i for i, n in enumerate(lead) if n == rows], "The loss")
+    batch = walk.dims.find(("loss", len(lead)), [i for i, n in enumerate(lead) if n == rows], lambda: "The loss")
+    if root._saved_weight is None and target.numel() < _EXACT and root._saved_total_weight.item() == target.numel():
+        return examples  # every position counts: the loss is the mean over examples
     # the node stores the index as an unsigned number: -100 is 2^64 - 100
     ignored = (root._saved_ignore_index + 2**63) % 2**64 - 2**63
     counted = target != ignored

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ class Form(Enum):
     """Anything else, or from several parameters."""
 
 
-@dataclass(frozen=True)
-class Derived:
+class Derived(NamedTuple):
     """One output of a node that depends on parameters only.
 
     Attributes:

@@ -9,13 +9,21 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_lap2.gradients.ghost.numerics import CANCELLATION, gram_product, gram_squares, row_squares
+from lightning_lap2.gradients.ghost.numerics import (
+    CANCELLATION,
+    gram_product,
+    gram_squares,
+    root,
+    row_norms,
+    row_squares,
+)
 
 
 class Term(ABC):
@@ -34,6 +42,10 @@ class Term(ABC):
     @abstractmethod
     def squares(self) -> Tensor:
         """|g_b|^2, ``[B]`` in fp64; non-finite where the gradient is."""
+
+    def norms(self) -> Tensor:
+        """|g_b|, ``[B]`` in fp64; non-finite where the gradient is."""
+        return root(self.squares())
 
     @abstractmethod
     def add_weighted(self, out: Tensor, weight: Tensor) -> None:
@@ -79,13 +91,21 @@ class Dense(Term):
         self.shape = tuple(self.grads.shape[1:])
         self.device = self.grads.device
 
+    def _flat(self) -> Tensor:
+        return self.grads if len(self.shape) == 1 else self.grads.reshape(self.examples, -1)
+
     def squares(self) -> Tensor:
-        return row_squares(self.grads.reshape(self.examples, -1))
+        return row_squares(self._flat())
+
+    def norms(self) -> Tensor:
+        return row_norms(self._flat())
 
     def add_weighted(self, out: Tensor, weight: Tensor) -> None:
-        flat = self.grads.reshape(self.examples, -1).to(out.dtype)
+        flat = self._flat()
+        if flat.dtype != out.dtype:
+            flat = flat.to(out.dtype)
         if out.is_contiguous():
-            out.view(-1).addmv_(flat.t(), weight)
+            (out if out.dim() == 1 else out.view(-1)).addmv_(flat.t(), weight)
         else:
             out += torch.mv(flat.t(), weight).view(self.shape)
 
@@ -130,10 +150,16 @@ class Outer(Term):
         t, (p, q) = self.length, self.shape
         return (t + _TOUCH) * p * q < t * t * (p + q + 2 * _TOUCH)
 
-    def squares(self) -> Tensor:
+    def norms(self) -> Tensor:
+        if self.length > 1:
+            return root(self.squares())
         left, right = self.left.to(self.dtype), self.right.to(self.dtype)
+        return row_norms(left[:, 0]).mul_(row_norms(right[:, 0]))
+
+    def squares(self) -> Tensor:
         if self.length == 1:
-            return row_squares(left[:, 0]) * row_squares(right[:, 0])
+            return self.norms().square_()
+        left, right = self.left.to(self.dtype), self.right.to(self.dtype)
         if self.direct_is_faster():
             return self._direct_squares(left, right)
         squares, own = gram_squares(left, right)
@@ -159,10 +185,11 @@ class Outer(Term):
 
     def add_weighted(self, out: Tensor, weight: Tensor) -> None:
         left, right = self.left.to(out.dtype), self.right.to(out.dtype)
+        weight = weight.view(-1, 1, 1)
         if left.shape[2] <= right.shape[2]:
-            left = left * weight[:, None, None]
+            left = left * weight
         else:
-            right = right * weight[:, None, None]
+            right = right * weight
         out.addmm_(_flat(left).t(), _flat(right))
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -188,6 +215,8 @@ def scratch_examples(term: Term) -> int:
 
 def _flat(x: Tensor) -> Tensor:
     """``[B, T, d] -> [B T, d]`` in whichever order needs no copy (all rows are summed over)."""
+    if x.shape[1] == 1:
+        return x.squeeze(1)
     if x.stride(0) < x.stride(1):
         x = x.transpose(0, 1)
     return x.reshape(-1, x.shape[2])
@@ -251,6 +280,12 @@ class Rows(Term):
         return Rows(fold_rows(self.index, views), fold_rows(self.values, views), self.height, self.dtype)
 
 
+def _without_tf32(device: torch.device) -> AbstractContextManager[None]:
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False)
+
+
 @dataclass(frozen=True)
 class ConvolutionSpec:
     """The arguments of a convolution, as ``aten::convolution_backward`` takes them."""
@@ -271,7 +306,7 @@ class ConvolutionSpec:
         # only the shape of the weight matters: no memory for it
         shape = (fold * self.weight_shape[0], *self.weight_shape[1:])
         weight = x.new_zeros(1).expand(shape)
-        with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
+        with _without_tf32(x.device):
             out = torch.ops.aten.convolution_backward(
                 grad, x, weight, None, self.stride, self.padding, self.dilation, self.transposed,
                 self.output_padding, self.groups * fold, [False, True, False],
