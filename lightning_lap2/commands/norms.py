@@ -28,7 +28,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_subclass_arguments(L.LightningModule, "model", required=True, help="the LightningModule")
     parser.add_argument(
         "--data",
-        type=L.LightningDataModule | None,  # type: ignore[arg-type]
+        type=L.LightningDataModule | None,
         default=None,
         help="a LightningDataModule with PUBLIC data (default: the model's own dataloader)",
     )

@@ -37,18 +37,19 @@ def draw(figure: Figure, path: Path) -> None:
     require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     count = len(figure.panels)
     # the same data give the same bytes: no date, no random ids
     with matplotlib.rc_context({"svg.hashsalt": figure.name, "svg.fonttype": "none", "font.size": 10}):
-        canvas = Canvas(figsize=(5.4 * count + (0.6 if count == 1 else 0.0), 4.6), layout="constrained")
+        layout = ConstrainedLayoutEngine(wspace=0.08)
+        canvas = Canvas(figsize=(5.4 * count + (0.6 if count == 1 else 0.0), 4.6), layout=layout)
         axes = canvas.subplots(1, count, squeeze=False)[0]
         handles: dict[str, Any] = {}
         for axis, panel in zip(axes, figure.panels, strict=True):
             handles |= _draw_panel(axis, panel)
         canvas.suptitle(f"{figure.title}\n", fontsize=12)
         canvas.text(0.5, 0.925, _pretty(figure.note), ha="center", va="center", fontsize=9, color="#444444")
-        canvas.get_layout_engine().set(wspace=0.08)
         columns = 4 if count > 1 and len(handles) == 4 else 2 + (count > 1)
         canvas.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
         metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
