@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -199,7 +200,9 @@ class MajorizedAccountant:
         follow later calls of :meth:`step`.
         """
         release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks)
-        return build_forecast(self, release, _check.steps(steps), _check.delta(delta))
+        return _forecast(
+            self.bound, self.mechanism, tuple(self._ledger.items()), release, _check.steps(steps), _check.delta(delta)
+        )
 
     def copy(self) -> MajorizedAccountant:
         """An independent accountant with the same ledger."""
@@ -346,6 +349,17 @@ class MajorizedAccountant:
         if route is None or rival == 0.0 or not route.usable(delta) or route.hopeless(delta, rival):
             return math.inf
         return route.epsilon(delta)
+
+
+@lru_cache(maxsize=16)
+def _forecast(
+    bound: str, mechanism: str, ledger: tuple[tuple[Release, int], ...], release: Release, steps: int, delta: float
+) -> EpsilonForecast:
+    """Kept, since every fit of a series of equal ones (cross-validation, an audit) asks for the same."""
+    accountant = MajorizedAccountant(bound=bound, mechanism=mechanism)
+    for spent, count in ledger:
+        accountant._charge(spent, count)
+    return build_forecast(accountant, release, steps, delta)
 
 
 def _encode(value: float) -> float | int | str:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from lightning_lap2.accounting import MajorizedAccountant
 from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Ledger
+from lightning_lap2.callback.probe import Probe
 from lightning_lap2.callback.reporting import make_report
 from lightning_lap2.callback.resume import Resumed
 from lightning_lap2.callback.session import FitSession
@@ -69,6 +70,7 @@ class Lap2Core:
         )
         self._ledger = Ledger(self.settings)
         self._session: FitSession | None = None
+        self._probe: Probe | None = None
         self._facts: dict[str, Any] = {}
 
     # -- what can be read -----------------------------------------------------------------------------------------
@@ -146,13 +148,19 @@ class Lap2Core:
             raise RuntimeError(_NOT_STARTED.format(name))
         return self._facts[name]
 
+    def attach(self, probe: Probe | None) -> None:
+        """Lets an audit place canaries in the next fits and see their releases; ``None`` takes it off again."""
+        self._probe = probe
+
     # -- start ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
         self._end_session(completed=False)
-        session = FitSession(self.settings, self._ledger, trainer, pl_module, self._pl, self._planned)
+        session = FitSession(
+            self.settings, self._ledger, trainer, pl_module, self._pl, self._planned, probe=self._probe
+        )
         session.begin()
         self._session = session
 

@@ -129,6 +129,18 @@ class TrainingData:
             once_per_pass=not iterable,
         )
 
+    def leave_out(self, absent: frozenset[int]) -> None:
+        """From the next iteration on, no batch holds these indices, see ``WindowedBatchSampler.absent``.
+
+        Raises:
+            UnsupportedSettingError: an IterableDataset, whose records have no index.
+        """
+        if self.sampler is None:
+            raise UnsupportedSettingError(
+                "an IterableDataset has no indices by which an audit could leave a record out; use a map-style data set"
+            )
+        self.sampler.absent = absent
+
     def start(self, position: Position) -> None:
         """The next iteration of the loader begins at ``position``."""
         self.position = position

@@ -38,9 +38,9 @@ def refuse_mixed_rows(records: list[Any], batch_of: Callable[[list[Any]], Any]) 
         return
     first, others, strangers = records[0], records[1:3], records[3:5]
     for seed in _SEEDS:
-        with _generators(seed):
+        with seeded_generators(seed):
             mine = take_apart(batch_of([first, *others])).tensors
-        with _generators(seed):
+        with seeded_generators(seed):
             theirs = take_apart(batch_of([first, *strangers])).tensors
         if [t.shape for t in mine] != [t.shape for t in theirs]:
             return
@@ -78,7 +78,7 @@ def _unchanged(records: list[Any], batch_of: BatchOf, seed: int) -> set[tuple[in
     """All (i, j, k), k = i or j, where row k stays what it was when records i and j change places."""
 
     def rows_of(chosen: list[Any]) -> list[Tensor]:
-        with _generators(seed):
+        with seeded_generators(seed):
             parts = take_apart(batch_of(chosen))
         if parts.count != len(chosen):
             raise UnsupportedModelError(
@@ -132,7 +132,7 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @contextmanager
-def _generators(seed: int) -> Iterator[None]:
+def seeded_generators(seed: int) -> Iterator[None]:
     """Python's, numpy's and torch's global generators at ``seed``, and afterwards as they were."""
     python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 (the state users' code draws from)
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []

@@ -23,6 +23,7 @@ from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.patches import Patches, muted_loggers
 from lightning_lap2.callback.plan import Horizon, Plan, affordable_charges, horizon, make_plan, summary
+from lightning_lap2.callback.probe import Probe, Release
 from lightning_lap2.callback.refusals import UnsupportedSettingError
 from lightning_lap2.callback.resume import NO_JOURNAL, Resumed, accept_untracked, settle
 from lightning_lap2.callback.selfcheck import Checked, check_step
@@ -43,6 +44,7 @@ class FitSession:
     Args:
         pl: the Lightning namespace (``lightning.pytorch`` or ``pytorch_lightning``).
         on_plan: called once the plan stands, before the first step.
+        probe: what an audit places in this fit and sees of it; ``None`` in training.
     """
 
     def __init__(
@@ -53,9 +55,10 @@ class FitSession:
         module: Any,
         pl: ModuleType,
         on_plan: Callable[[FitSession], None],
+        probe: Probe | None = None,
     ) -> None:
         self.settings, self.ledger, self.trainer, self.module, self.pl = settings, ledger, trainer, module, pl
-        self._on_plan = on_plan
+        self._on_plan, self._probe = on_plan, probe
         self.resumed: Resumed | None = None
         self.checkpoint_seen = False
         self.patches = Patches()
@@ -160,6 +163,8 @@ class FitSession:
                 "shared out)"
             )
         self.data, self.facts = data, data.facts
+        if self._probe is not None:
+            data.leave_out(self._probe.absent)
         batch = self._progress.batches_done if self.plan is None else 0
         data.start(Position(release=self.ledger.releases, batch=batch))
         return data.loader
@@ -235,7 +240,26 @@ class FitSession:
         self.ledger.reproducible |= settings.noise_seed is not None
         self.planned_steps = self._steps_for(plan, ahead)
         self._cap(progress.global_step, ahead)
+        if self._probe is not None:
+            self._begin_audit(self._probe)
         self._on_plan(self)
+
+    def _begin_audit(self, probe: Probe) -> None:
+        assert self.facts is not None
+        if self.trainer.world_size > 1:
+            raise UnsupportedSettingError(
+                f"an audit sees one process, but the Trainer has {self.trainer.world_size}: use Trainer(devices=1)"
+            )
+        self.ledger.add_caveat("an audit took part in this fit: records were left out or replaced by canaries")
+        probe.begin(
+            Release(
+                mechanism=self.mechanism,
+                sample_rate=self.facts.sample_rate,
+                normaliser=self.facts.expected_batch_size,
+                steps=self.planned_steps,
+                layout=self.window.layout,
+            )
+        )
 
     def _warn_of_a_poor_rest(self, before: float | None, plan: Plan) -> None:
         """Stretching what is left of a budget over more steps makes them noisy, which nobody would notice in time."""
@@ -299,13 +323,22 @@ class FitSession:
                 "dropped and the budget spent on noise; initialise it, or load a sound checkpoint"
             )
         assert self.data is not None
+        if self._probe is not None and self._probe.checked is not None:
+            self.checked = self._probe.checked
+        else:
+            self._check_step(self.data)
+        if self._probe is not None:
+            self._probe.checked = self.checked
+        self._refuse_feedback(self.checked.logged_names)
+
+    def _check_step(self, data: TrainingData) -> None:
         with muted_loggers(self.trainer, self.pl), self._user_code():
             self.checked = check_step(
                 self.trainer,
                 self.module,
                 self.engine,
                 self.window.layout,
-                self.data.source,
+                data.source,
                 views=self.settings.augmentations,
             )
         if self.checked.identical_views:
@@ -314,7 +347,6 @@ class FitSession:
                 "every view costs time and adds nothing. Put random transforms into the data set's __getitem__, "
                 "collate_fn or on_after_batch_transfer, or use augmentations=1"
             )
-        self._refuse_feedback(self.checked.logged_names)
 
     def open_journal(self) -> None:
         """The write-ahead journal lies beside the logs, or the checkpoints."""
@@ -415,6 +447,8 @@ class FitSession:
         if self.window.begins(part):
             self._new_window()
         call = StepCall(args, part.count, self.trainer.precision_plugin.train_step_context, self.settings.augmentations)
+        if self._probe is not None:
+            call = self._probe.drawn(part, call)
         with self._user_code():
             output = self.engine.accumulate(call, self.window.layout, self.clipper, self.window.open(part))
         return _with_leaf_loss(output, self.window.layout.device)
@@ -482,6 +516,8 @@ class FitSession:
             world_size=world,
             all_reduce=distributed_sum if world > 1 else None,
         )
+        if self._probe is not None:
+            self._probe.released(total)
         layout.write_grads(total)
 
     def _stop(self) -> None:

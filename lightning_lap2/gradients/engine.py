@@ -7,7 +7,7 @@ run; their result is the same, and ``engine="loop"`` (plain autograd, one exampl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,9 @@ class UnsupportedModelError(RuntimeError):
     """The model, batch or loss cannot be trained privately as it is; the message says what to change."""
 
 
+Revise = Callable[[int, Sequence[Tensor]], Sequence[Tensor]]
+
+
 @dataclass(frozen=True)
 class StepCall:
     """One call of the user's ``training_step(batch, batch_idx, ...)``.
@@ -33,16 +36,23 @@ class StepCall:
             record, run for its log calls only; it must add nothing to the sum.
         views: rows per example, side by side: example i is rows ``i * views`` to ``(i + 1) * views - 1``.
         context: entered around the user's code (autocast of the precision plugin).
+        revise: ``None`` in training. An audit's ``revise(first, gradients)`` gives what is clipped and summed in
+            place of the gradients ``[b, *shape]`` (one tensor per parameter) of examples first .. first + b - 1.
     """
 
     args: tuple[Any, ...]
     count: int
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
     views: int = 1
+    revise: Revise | None = None
 
     @property
     def batch(self) -> Any:
         return self.args[0]
+
+    def revised(self, first: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """``gradients``, or what an audit puts in their place."""
+        return gradients if self.revise is None else self.revise(first, gradients)
 
 
 class Engine(ABC):

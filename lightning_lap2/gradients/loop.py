@@ -56,7 +56,8 @@ class LoopEngine(Engine):
                     traces.append(trace)
                     guard.end_call()
                     if loss is not None and loss.requires_grad and call.count > 0:
-                        add_clipped_sum(_gradients(loss, layout), layout, clipper, total)
+                        gradients = call.revised(index, _gradients(loss, layout))
+                        add_clipped_sum(gradients, layout, clipper, total)
         except BaseException:
             guard.undo()
             raise

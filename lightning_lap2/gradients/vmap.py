@@ -118,7 +118,7 @@ class VmapEngine(Engine):
                     traces.append(self._recorder.trace)
                     carried.append(aux)
                     if call.count > 0:
-                        add_clipped_sum(gradients, layout, clipper, total)
+                        add_clipped_sum(call.revised(start, gradients), layout, clipper, total)
                     del gradients
         except BaseException:
             guard.undo()

@@ -24,12 +24,16 @@ class Part:
         of: loader batches in the window.
         count: examples drawn for this part on this rank; 0 for an empty draw, whose batch holds one template
             record that must get weight zero. A batch has ``views`` rows for each of them.
+        records: index of each of them in the data set, in the batch's order; empty where that is not known.
+        left_out: indices that were drawn too, and left out (see ``WindowedBatchSampler.absent``).
     """
 
     release: int
     index: int
     of: int
     count: int
+    records: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
 
 
 @dataclass
@@ -73,9 +77,14 @@ class WindowedBatchSampler(Sampler[list[int]], ABC):
     With ``views`` = K every index is given K times in a row, so that the data set is asked K times for the example
     and its random transforms give K views. Numbers of examples, rates and parts are those of K = 1: an example's
     views lie in one batch, side by side.
+
+    Attributes:
+        absent: indices that no batch holds although they are drawn like any other: the data set without these
+            records, at the same public N and the same rates. Empty in training; an audit compares neighbours so.
     """
 
     drop_last = False
+    absent: frozenset[int] = frozenset()
 
     def __init__(self, num_batches: int | None, accumulate: int, views: int = 1) -> None:
         self.accumulate = positive("accumulate", accumulate)
@@ -144,14 +153,24 @@ class WindowedBatchSampler(Sampler[list[int]], ABC):
             if self._epoch_batches is not None:
                 parts = min(parts, self._epoch_batches - position)
             batches = draw(release, parts)
-            for index, (batch, count) in enumerate(batches, start=first):
-                current.drawn.append(Part(release, index, first + len(batches), count))
+            for index, (drawn, count) in enumerate(batches, start=first):
+                batch, records, left_out = self._leave_out(drawn, count)
+                current.drawn.append(Part(release, index, first + len(batches), len(records), tuple(records), left_out))
                 yield batch if self.views == 1 else [example for example in batch for _ in range(self.views)]
             position += len(batches)
             release += bool(batches)
             if len(batches) < parts:
                 break
         current.end(release)
+
+    def _leave_out(self, drawn: list[int], count: int) -> tuple[list[int], list[int], tuple[int, ...]]:
+        """(batch, its records, those left out) of what was drawn; a batch of which nothing is left is an empty draw."""
+        records = drawn if count else []
+        if not self.absent:
+            return drawn, records, ()
+        kept = [index for index in records if index not in self.absent]
+        left_out = tuple(index for index in records if index in self.absent)
+        return kept or drawn[:1], kept, left_out
 
 
 def positive(name: str, value: int) -> int:

@@ -302,4 +302,20 @@ def test_noise_and_sampling_do_not_load_lightning():
 def test_part_of_a_batch():
     sampler = PoissonBatchSampler(4, 4, 1)
     list(sampler)
-    assert sampler.next_part() == Part(release=0, index=0, of=1, count=4)
+    part = sampler.next_part()
+    assert part == Part(release=0, index=0, of=1, count=4, records=part.records)
+    assert sorted(part.records) == [0, 1, 2, 3]
+
+
+def test_absent_records_are_drawn_and_dropped():
+    """The draws, and so everything that the other records see, are those of the whole data."""
+    whole, without = (PoissonBatchSampler(12, 3, 40, accumulate=2, seed=5) for _ in range(2))
+    without.absent = frozenset({2, 7})
+    for batch, rest in zip(whole, without, strict=True):
+        part, other = whole.next_part(), without.next_part()
+        kept = [index for index in part.records if index not in (2, 7)]
+        assert other.records == tuple(kept)
+        assert other.count == len(kept)
+        assert sorted(other.left_out) == sorted(set(part.records) - set(kept))
+        assert rest == (kept or batch[:1])
+        assert (other.release, other.index, other.of) == (part.release, part.index, part.of)

@@ -69,6 +69,11 @@ class GhostEngine(Engine):
             raise UnsupportedModelError(
                 f'engine="ghost" computes l2 norms, but clipping is by {clipper.norm}. Use engine="vmap".'
             )
+        if call.revise is not None:
+            raise UnsupportedModelError(
+                'engine="ghost" holds no gradients of single examples, so a gradient canary cannot take part. '
+                'Use engine="vmap", or canaries that are records.'
+            )
         layers = refuse_layers(self.module, vmapped=False)
         self._kept = before = self._kept.renewed(self.module) if self._kept else Kept(self.module)
         with torch.enable_grad(), batch_statistics_refused(), unfused_lstm(layers), call.context():

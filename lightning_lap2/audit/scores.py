@@ -1,0 +1,39 @@
+r"""The strongest attacker's statistic: the log likelihood ratio of every release, with the coin it does not know.
+
+A release is ``others + coin * g + noise``. Who knows the others' sum (their records and coins) is left with
+:math:`y = coin \cdot g + noise`, and with coin probability q
+
+.. math::  \log \frac{p(y \mid \text{in})}{p(y \mid \text{out})}
+           = \log\big(1 - q + q\, e^{\ell}\big), \qquad
+           \ell = \log \frac{p_{noise}(y - g)}{p_{noise}(y)},
+
+summed over the steps (Neyman and Pearson: no other test is better, at any pair of error rates).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+def log_ratio(y: Array, shift: Array, distribution: str) -> Array:
+    r"""l of one release for noise of unit scale, summed over the last axis.
+
+    Laplace: :math:`|y| - |y - g|` per coordinate, between -\|g\| and \|g\|. Gaussian: :math:`y g - g^2 / 2`.
+
+    Args:
+        y: ``[..., d]`` in units of the noise scale.
+        shift: g, ``[..., d]``, in the same units.
+        distribution: ``"laplace"`` or ``"gaussian"``.
+    """
+    if distribution == "gaussian":
+        return (y * shift - shift**2 / 2).sum(-1)
+    return (np.abs(y) - np.abs(y - shift)).sum(-1)
+
+
+def log_mixture(ratio: Array, q: Array | float) -> Array:
+    """log(1 - q + q e^ratio), without overflow; ``ratio`` itself where q = 1, 0 where q = 0."""
+    with np.errstate(divide="ignore"):
+        return np.logaddexp(np.log1p(-np.asarray(q, dtype=np.float64)), np.log(q) + ratio)
