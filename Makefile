@@ -22,7 +22,7 @@ $(VENV)/.runtime: pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
-	$(PIP) --editable ".[examples,models,paper,dev]"
+	$(PIP) --editable ".[examples,plot,models,paper,dev]"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_lap2.accounting import MajorizedAccountant, calibrate_noise_multiplier
-from lightning_lap2.cli import _up, main
+from lightning_lap2.cli import main
+from lightning_lap2.commands.text import up
 
 SETTING = ["--delta", "1e-5", "--sample-rate", "0.0043", "--steps", "5860", "--dimension", "26010"]
 
@@ -85,6 +86,26 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not a valid bound" in lines[4]
 
 
+def test_compare_in_the_units_of_the_gradient(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run_json(capsys, "compare", "--eps", "1", *SETTING, "--max-grad-norm", "0.25")["rows"]
+    for row in rows:
+        m = row["noise_multiplier"]
+        deviation = m if row["mechanism"] == "gaussian" else math.sqrt(2.0) * m
+        assert row["scale"] == pytest.approx(0.25 * m)
+        assert row["std"] == pytest.approx(0.25 * deviation)
+        assert row["std_over_clip"] == pytest.approx(deviation)
+        assert row["total_snr"] == pytest.approx(0.0043 * math.sqrt(5860) / m)
+        assert row["valid"] == (row["bound"] != "published")
+    assert main(["compare", "--eps", "1", *SETTING, "--max-grad-norm", "0.25"]) == 0
+    head, _, tight, *_ = capsys.readouterr().out.splitlines()
+    cells = dict(zip(*([cell.strip() for cell in line.split("|")[1:-1]] for line in (head, tight)), strict=True))
+    assert list(cells) == [
+        "epsilon", "method", "noise multiplier", "scale", "std", "std / C", "C / scale", "q sqrt(T) C / scale",
+    ]  # fmt: skip
+    assert float(cells["scale"]) == pytest.approx(rows[0]["scale"], rel=1e-5)
+    assert float(cells["std"]) == pytest.approx(rows[0]["std"], rel=1e-3)
+
+
 def test_compare_where_no_noise_serves(capsys: pytest.CaptureFixture[str]) -> None:
     rows = run_json(
         capsys, "compare", "--eps", "1", "--delta", "0", "--sample-rate", "0.1", "--steps", "2", "--dimension", "4"
@@ -116,6 +137,7 @@ def test_published_warns_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
         (["epsilon", "--noise-multiplier", "1", *SETTING, "--dimension", "2.5"], "dimension must be in"),
         (["epsilon", "--noise-multiplier", "1", *SETTING, "--bound", "best"], "invalid choice: 'best'"),
         (["epsilon", "--noise-multiplier", "1", *SETTING, "--mechanism", "gaussian", "--bound", "joint"], "bound must"),
+        (["compare", "--eps", "1", *SETTING, "--max-grad-norm", "0"], "max_grad_norm must be positive and finite"),
         (["bogus"], "invalid choice: 'bogus'"),
         ([], "subcommand"),
     ],
@@ -130,7 +152,7 @@ def test_errors_are_one_line_and_status_two(argv: list[str], words: str, capsys:
 
 def test_printed_numbers_are_rounded_up() -> None:
     for value in [1.2345601, 9.9999991, 0.012345649, 123456.7, 1e-7, 8.0]:
-        assert value <= float(_up(value)) <= value * (1.0 + 2e-5)
+        assert value <= float(up(value)) <= value * (1.0 + 2e-5)
 
 
 def run_python(*argv: str) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_lap2.accounting.accountant import MajorizedAccountant
 from lightning_lap2.accounting.calibration import (
     ClipAndScale,
+    NoFiniteNoiseError,
     calibrate_noise_multiplier,
     optimize_clip_and_scale,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "ClipAndScale",
     "EpsilonForecast",
     "MajorizedAccountant",
+    "NoFiniteNoiseError",
     "Release",
     "UnsoundBoundWarning",
     "calibrate_noise_multiplier",

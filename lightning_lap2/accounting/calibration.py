@@ -15,6 +15,10 @@ from lightning_lap2.accounting.release import check_pair, make_release
 _RTOL = 5e-5
 
 
+class NoFiniteNoiseError(ValueError):
+    """No finite noise multiplier meets the budget."""
+
+
 def calibrate_noise_multiplier(
     *,
     eps: float,
@@ -47,7 +51,8 @@ def calibrate_noise_multiplier(
         m in [0, inf); 0.0 where no noise is needed (steps = 0, q = 0, eps = inf, delta = 1).
 
     Raises:
-        ValueError: where no finite noise serves, or an argument is illegal.
+        NoFiniteNoiseError: where no finite noise serves.
+        ValueError: an argument is illegal.
     """
     mechanism, bound = check_pair(mechanism, bound)
     eps, delta, steps = _check.eps(eps), _check.delta(delta), _check.steps(steps)
@@ -71,7 +76,7 @@ def calibrate_noise_multiplier(
     if cost(0.0) <= eps:
         return 0.0
     if not cost(math.inf) <= eps:
-        raise ValueError(_no_noise_serves(eps, delta, "what was released before costs more"))
+        raise _no_noise_serves(eps, delta, "what was released before costs more")
     start = _first_guess(eps, delta, sample_rate, steps)
     # Cheap first: the moments alone bracket the answer from above; the slow route can only lower it.
     above = smallest_safe(cost_by_moments, eps, start, _RTOL)
@@ -81,12 +86,14 @@ def calibrate_noise_multiplier(
         return above
     best = smallest_safe(cost, eps, above if above < math.inf else start, _RTOL, growth=1.15)
     if math.isinf(best):
-        raise ValueError(_no_noise_serves(eps, delta, f"the cost stays above eps up to m = 1e120 at delta={delta!r}"))
+        raise _no_noise_serves(eps, delta, f"the cost stays above eps up to m = 1e120 at delta={delta!r}")
     return best
 
 
-def _no_noise_serves(eps: float, delta: float, why: str) -> str:
-    return f"eps must be one that a finite noise multiplier can meet, got eps={eps!r} at delta={delta!r}: {why}"
+def _no_noise_serves(eps: float, delta: float, why: str) -> NoFiniteNoiseError:
+    return NoFiniteNoiseError(
+        f"eps must be one that a finite noise multiplier can meet, got eps={eps!r} at delta={delta!r}: {why}"
+    )
 
 
 def _first_guess(eps: float, delta: float, rate: float, steps: int) -> float:

@@ -55,6 +55,7 @@ def test_python_blocks_run(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(60, 5), torch.arange(60) % 3)
     known: dict[str, Any] = {"model": Model(), "train_dataloader": DataLoader(data, batch_size=20, shuffle=True)}
+    known["public_dataloader"] = DataLoader(data, batch_size=20)
     for block in blocks(page, "python"):
         exec(compile(block, page, "exec"), known)
 
