@@ -95,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=256, help="the expected batch size of the private run")
     parser.add_argument("--engine", type=str, default="vmap", help="vmap, ghost or loop")
     parser.add_argument("--mechanism", type=str, default="laplace", help="laplace, gaussian or laplace_l1")
+    parser.add_argument("--clipping", type=str, default="flat", help="flat, automatic, per_layer or adaptive")
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="C; with adaptive clipping where it starts")
     parser.add_argument("--out", type=str, default="demo_logs", help="folder for TensorBoard logs and the report")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore", ".*(does not have many workers|LeafSpec).*")
@@ -103,7 +105,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     plain, _ = fit("plain", args.out, args.epochs, args.batch_size, [])
 
     print(f"\n--- private: {args.epochs} epochs, epsilon at most {args.eps:g}")
-    privacy = Lap2Privacy(eps=args.eps, delta=args.delta, engine=args.engine, mechanism=args.mechanism)
+    privacy = Lap2Privacy(
+        eps=args.eps,
+        delta=args.delta,
+        max_grad_norm=args.max_grad_norm,
+        mechanism=args.mechanism,
+        clipping=args.clipping,
+        engine=args.engine,
+    )
     private, log_dir = fit("private", args.out, args.epochs, args.batch_size, [privacy, PrintEpochs()])
 
     print(

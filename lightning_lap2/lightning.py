@@ -18,7 +18,7 @@ class Lap2Privacy(Lap2Core, pl.Callback):
     Args:
         eps: the budget; the spent epsilon never exceeds it. ``inf`` sets none (and needs a noise multiplier).
         delta: in (0, 1), and below 1/N.
-        max_grad_norm: C, the l2 norm that each example's gradient is clipped to.
+        max_grad_norm: C, the l2 norm that each example's gradient is clipped to; with adaptive clipping where C starts.
         noise_multiplier: scale / C. ``None``: calibrated so that the planned run spends ``eps`` and no more. Given:
             training goes on until the budget is gone. ``0.0`` only with ``eps=inf``: no noise, no guarantee.
         mechanism: ``"laplace"``; ``"gaussian"`` (l2 clip) and ``"laplace_l1"`` (l1 clip) are baselines.
@@ -26,7 +26,9 @@ class Lap2Privacy(Lap2Core, pl.Callback):
             bound, for reproduction only: it is not valid).
         sampling: ``"poisson"`` replaces the train loader's sampling. ``"none"`` keeps the loader's own order, without
             amplification: one release at q = 1 is charged per pass over the data (zero-out adjacency).
-        clipping: ``"flat"``: one norm over all parameters.
+        clipping: ``"flat"``: one norm over all parameters. ``"automatic"``: every gradient is scaled to a norm just
+            below C. ``"per_layer"``: each module's own parameters are clipped to C / sqrt(layers) (C / layers in l1).
+            ``"adaptive"``: C follows a quantile of the gradients' norms by a noisy count, which the budget pays for.
         engine: ``"vmap"`` (per-example gradients by ``torch.func``), ``"ghost"`` (one backward, no per-example
             gradients kept: less memory, faster for wide layers), ``"loop"`` (one example at a time: slow, runs
             anything).
@@ -42,8 +44,15 @@ class Lap2Privacy(Lap2Core, pl.Callback):
         assume_nothing_spent: resume from a checkpoint that holds no ledger, declaring that its training spent
             nothing of this data's budget.
         allow_feedback: let schedulers and callbacks watch values computed from training data without noise.
+        target_quantile: of adaptive clipping, in (0, 1): the fraction of gradients that C is to leave as they are.
+            ``None``: 0.5.
+        clip_learning_rate: of adaptive clipping: C is multiplied by exp(-rate * (noisy fraction - target)).
+            ``None``: 0.2.
+        count_noise_scale: of adaptive clipping: noise on the number of gradients below C, in examples (b of Laplace,
+            sigma of Gaussian noise). ``None``: a twentieth of the expected batch size.
 
     Attributes:
+        clipping_threshold: C of the next release; ``max_grad_norm`` unless clipping is adaptive.
         noise_multiplier, scale, sample_rate, expected_batch_size, dimension, planned_steps: the plan, once fit started.
         steps, epsilon, accountant: what has been spent.
 
@@ -51,7 +60,8 @@ class Lap2Privacy(Lap2Core, pl.Callback):
         TypeError, ValueError: an argument's type or value, by name, in the constructor; a setting of the Trainer,
             loader, module or optimizer under which the guarantee is not proven, by name, before the first step.
 
-    Logs ``privacy/epsilon`` every step (an upper bound of what is spent) and writes ``privacy_report.json`` and
+    Logs ``privacy/epsilon`` every step (an upper bound of what is spent), with adaptive clipping
+    ``privacy/max_grad_norm`` as well, and writes ``privacy_report.json`` and
     ``.md`` when training ends, however it ends.
 
     Example::

@@ -9,21 +9,35 @@ The noise that is drawn and the event that is charged come from the same object,
 ``"gaussian"``    l2             N(0, sigma^2)   sigma / C
 ``"laplace_l1"``  l1             Laplace(0, b)   b / C with C an l1 bound
 ================  =============  ==============  =====================================================
+
+Two refinements change what is charged, not how it is noised: one scale for every coordinate that is released.
+
+* *Layers.* The gradient is clipped in L parts, each to ``layer_norm``: C / sqrt(L) in l2, C / L in l1, so the whole is
+  within C. The charge is that of L blocks (docs/guarantee.md, "Composite releases").
+* *A count.* One more coordinate holds a sum to which each example adds at most 1/2 in absolute value. It is multiplied
+  by ``count_factor`` before the noise and divided by it after, so noise of the common scale becomes noise of scale
+  ``count_noise_scale`` on the count.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_lap2 import _validate
 
 MechanismName = Literal["laplace", "gaussian", "laplace_l1"]
 Norm = Literal["l1", "l2"]
 Distribution = Literal["laplace", "gaussian"]
+ClippingName = Literal["flat", "automatic", "per_layer", "adaptive"]
 
 MECHANISMS: tuple[str, ...] = ("laplace", "gaussian", "laplace_l1")
+CLIPPINGS: tuple[str, ...] = ("flat", "automatic", "per_layer", "adaptive")
+
+COUNT_SENSITIVITY = 0.5
+"""What one example adds to the count at most: +1/2 below the threshold, -1/2 above (Andrew et al. 2021)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +48,19 @@ class Mechanism:
         name: see the table above.
         max_grad_norm: C > 0, the norm each example's gradient is clipped to. ``inf`` only without noise.
         noise_multiplier: m >= 0, scale / C. 0 means no noise and no guarantee.
+        layer_sizes: coordinates of each separately clipped part; empty: the gradient is one part.
+        count_noise_scale: noise on the count, in examples (b of Laplace, sigma of Gaussian noise); ``None``: no count
+            is released. 0 only where ``noise_multiplier`` is 0.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and the legal set.
     """
 
     name: MechanismName
     max_grad_norm: float
     noise_multiplier: float
+    layer_sizes: tuple[int, ...] = ()
+    count_noise_scale: float | None = None
 
     def __post_init__(self) -> None:
         _validate.choice("mechanism", self.name, MECHANISMS)
@@ -49,6 +71,13 @@ class Mechanism:
                 f"max_grad_norm=inf leaves the noise without a scale (noise_multiplier={self.noise_multiplier!r}); "
                 "give a finite max_grad_norm, or noise_multiplier=0.0 with eps=inf for a run without privacy"
             )
+        if self.count_noise_scale is not None:
+            _validate.non_negative("count_noise_scale", self.count_noise_scale)
+            if (self.count_noise_scale == 0) != (self.noise_multiplier == 0):
+                raise ValueError(
+                    f"count_noise_scale={self.count_noise_scale!r} with noise_multiplier={self.noise_multiplier!r}: "
+                    "either both add noise or neither does"
+                )
 
     @property
     def scale(self) -> float:
@@ -67,3 +96,48 @@ class Mechanism:
     @property
     def norm(self) -> Norm:
         return "l1" if self.name == "laplace_l1" else "l2"
+
+    @property
+    def layer_share(self) -> float:
+        """``layer_norm / C``."""
+        parts = max(1, len(self.layer_sizes))
+        return 1 / parts if self.norm == "l1" else 1 / math.sqrt(parts)
+
+    @property
+    def layer_norm(self) -> float:
+        """The norm that each separately clipped part is clipped to."""
+        return self.max_grad_norm * self.layer_share
+
+    @property
+    def count_factor(self) -> float:
+        """What the count is multiplied by in the released vector: scale / count_noise_scale, 1 without noise.
+
+        A millionth less, so that the rounding of the product in fp32 cannot lower the noise that is charged for.
+        """
+        return self.scale / self.count_noise_scale * (1 - 2**-20) if self.count_noise_scale else 1.0
+
+    def charge(self, *, sample_rate: float, dimension: int) -> dict[str, Any]:
+        """What :meth:`MajorizedAccountant.step` is to be told of one such release; plain, JSON-able values.
+
+        Layers are named under Laplace noise only: under Gaussian noise the parts' squared norms add up to C^2 and cost
+        what the whole does. The charge does not depend on C, so it stays the same while C follows released values.
+
+        Args:
+            sample_rate: q.
+            dimension: n, without the count.
+
+        Raises:
+            ValueError: the layers hold another number of coordinates than the gradient.
+        """
+        if self.layer_sizes and sum(self.layer_sizes) != dimension:
+            raise ValueError(f"layer_sizes hold {sum(self.layer_sizes)} coordinates, the gradient {dimension}")
+        found: dict[str, Any] = {
+            "noise_multiplier": self.noise_multiplier,
+            "sample_rate": sample_rate,
+            "dimension": dimension,
+        }
+        if self.layer_sizes and self.distribution == "laplace":
+            found["layers"] = [[n, self.layer_share, count] for n, count in Counter(self.layer_sizes).items()]
+        if self.count_noise_scale is not None:
+            found["extra_blocks"] = [[1, self.count_noise_scale / COUNT_SENSITIVITY]]
+        return found

@@ -19,7 +19,9 @@ MARKDOWN_NAME = "privacy_report.md"
 class PrivacyReport:
     """One fit's (or several fits') privacy statement. ``str()`` gives Markdown, ``to_dict()`` plain values.
 
-    Fields carry the names of the callback's arguments and attributes; ``None`` where no fit has started.
+    Fields carry the names of the callback's arguments and attributes; ``None`` where no fit has started. The last five
+    are for adaptive clipping: ``max_grad_norm`` is where C started, ``clipping_threshold`` where it is now, and
+    ``epsilon_without_count`` what the same releases would have cost without their counts.
     """
 
     eps: float
@@ -49,6 +51,11 @@ class PrivacyReport:
     world_size: int | None
     caveats: tuple[str, ...]
     versions: dict[str, str]
+    clipping_threshold: float | None = None
+    target_quantile: float | None = None
+    clip_learning_rate: float | None = None
+    count_noise_scale: float | None = None
+    epsilon_without_count: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python values; infinities as the string ``"inf"``, so that the JSON is standard."""
@@ -68,7 +75,7 @@ class PrivacyReport:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return (
             "# Privacy report\n\n"
-            f"{self._statement()}\n\n"
+            f"{self._statement()}{self._of_the_threshold()}\n\n"
             f"| | |\n|---|---|\n{rows}\n\n"
             f"## What this does not cover\n\n{caveats}\n\n"
             f"{versions}\n"
@@ -88,6 +95,15 @@ class PrivacyReport:
         if self.reproducible:
             return f"**Not private: the noise is reproducible.** With secret noise the weights would be {guarantee}."
         return f"The weights after {self.steps} releases are {guarantee}."
+
+    def _of_the_threshold(self) -> str:
+        if self.clipping_threshold is None or self.epsilon_without_count is None or math.isinf(self.epsilon):
+            return ""
+        return (
+            f" The clipping threshold went from {self.max_grad_norm:g} to {self.clipping_threshold:.4g}, after the "
+            f"{self.target_quantile:g} quantile of gradient norms. It follows from noisy counts that are part of the "
+            f"guarantee; without them the same releases would have cost {rounded_up(self.epsilon_without_count)}."
+        )
 
 
 def rounded_up(value: float) -> str:

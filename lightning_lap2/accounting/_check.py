@@ -67,11 +67,31 @@ def eps(value: object, name: str = "eps") -> float:
 
 def blocks(value: object, name: str = "extra_blocks") -> tuple[tuple[float, float], ...]:
     """Pairs (dimension, noise multiplier) released beside the main block under the same coin."""
+    return tuple(
+        (dimension(n, f"{name} dimension"), noise_multiplier(m, f"{name} noise_multiplier"))
+        for n, m in _rows(name, value, ("dimension", "noise_multiplier"))
+    )
+
+
+def layers(value: object, whole: float, name: str = "layers") -> tuple[tuple[float, float, int], ...]:
+    """Triples (dimension, share, count) that split a vector of ``whole`` coordinates."""
+    found = []
+    for n, share, count in _rows(name, value, ("dimension", "share", "count")):
+        part = _real(f"{name} share", share, "(0, inf)")
+        if not 0.0 < part < math.inf:
+            raise ValueError(f"{name} share must be in (0, inf), got {share!r}")
+        found.append((dimension(n, f"{name} dimension"), part, steps(count, f"{name} count")))
+    total = sum(n * count for n, _, count in found if count)
+    if found and total != whole:
+        raise ValueError(f"{name} must hold as many coordinates as dimension={whole!r}, got {total!r}")
+    return tuple(found)
+
+
+def _rows(name: str, value: object, fields: tuple[str, ...]) -> Iterable[Sequence[object]]:
+    legal = f"({', '.join(fields)})"
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a sequence of (dimension, noise_multiplier) pairs, got {value!r}")
-    pairs = []
+        raise TypeError(f"{name} must be a sequence of {legal} tuples, got {value!r}")
     for item in value:
-        if isinstance(item, (str, bytes)) or not isinstance(item, Sequence) or len(item) != 2:
-            raise TypeError(f"{name} must hold (dimension, noise_multiplier) pairs, got {item!r}")
-        pairs.append((dimension(item[0], f"{name} dimension"), noise_multiplier(item[1], f"{name} noise_multiplier")))
-    return tuple(pairs)
+        if isinstance(item, (str, bytes)) or not isinstance(item, Sequence) or len(item) != len(fields):
+            raise TypeError(f"{name} must hold {legal} tuples, got {item!r}")
+        yield item

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -88,6 +89,7 @@ class MajorizedAccountant:
         dimension: float,
         steps: int = 1,
         extra_blocks: Sequence[tuple[float, float]] = (),
+        layers: Sequence[tuple[float, float, int]] = (),
     ) -> None:
         """Charge ``steps`` releases of the same parameters.
 
@@ -97,8 +99,10 @@ class MajorizedAccountant:
             dimension: n, number of noised coordinates (overcounting is safe, undercounting is not).
             steps: how many, >= 0.
             extra_blocks: (dimension, noise multiplier) of vectors released beside under the same coin.
+            layers: (dimension, share, count) of the parts that are clipped separately, each to share * C; see
+                :class:`~lightning_lap2.accounting.Release`.
         """
-        release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks)
+        release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
         self._charge(release, _check.steps(steps))
 
     def _charge(self, release: Release, steps: int) -> None:
@@ -168,13 +172,14 @@ class MajorizedAccountant:
         sample_rate: float,
         dimension: float,
         extra_blocks: Sequence[tuple[float, float]] = (),
+        layers: Sequence[tuple[float, float, int]] = (),
     ) -> int | float:
         """Largest number k of further steps with ``epsilon(delta=delta) <= eps`` after them.
 
         0 where nothing is left, also where more than ``eps`` is spent already. ``math.inf`` where no number of
         steps up to 2**53 overspends (the steps are free, or eps is infinite).
         """
-        release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks)
+        release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
         eps, delta = _check.eps(eps), _check.delta(delta)
 
         def cost(further: int) -> float:
@@ -193,13 +198,14 @@ class MajorizedAccountant:
         dimension: float,
         steps: int,
         extra_blocks: Sequence[tuple[float, float]] = (),
+        layers: Sequence[tuple[float, float, int]] = (),
     ) -> EpsilonForecast:
         """Epsilon after each of ``steps`` further releases, cheap enough to log at every one.
 
         See :class:`~lightning_lap2.accounting.forecast.EpsilonForecast`. It does not charge anything and does not
         follow later calls of :meth:`step`.
         """
-        release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks)
+        release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
         return _forecast(
             self.bound, self.mechanism, tuple(self._ledger.items()), release, _check.steps(steps), _check.delta(delta)
         )
@@ -207,6 +213,15 @@ class MajorizedAccountant:
     def copy(self) -> MajorizedAccountant:
         """An independent accountant with the same ledger."""
         return self._with(None, 0)
+
+    def without_extra_blocks(self) -> MajorizedAccountant:
+        """A copy whose releases leave out their extra blocks: to see what these cost, not to state a guarantee."""
+        clone = self._with(None, 0)
+        clone._ledger = {}
+        for release, steps in self._ledger.items():
+            alone = replace(release, extra_blocks=())
+            clone._ledger[alone] = clone._ledger.get(alone, 0) + steps
+        return clone
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger as plain Python numbers and strings: strict JSON, infinities written ``"inf"``."""
@@ -220,6 +235,7 @@ class MajorizedAccountant:
                     "sample_rate": r.sample_rate,
                     "dimension": _encode(r.dimension),
                     "extra_blocks": [[_encode(n), _encode(m)] for n, m in r.extra_blocks],
+                    **({"layers": [[_encode(n), share, count] for n, share, count in r.layers]} if r.layers else {}),
                     "steps": steps,
                 }
                 for r, steps in self._ledger.items()
@@ -239,10 +255,14 @@ class MajorizedAccountant:
                 raise ValueError(f"version must be {STATE_VERSION}, got {state['version']!r}")
             accountant = cls(bound=state["bound"], mechanism=state["mechanism"])
             for entry in state["releases"]:
-                _expect_keys(entry, {"noise_multiplier", "sample_rate", "dimension", "extra_blocks", "steps"})
-                blocks = [(_decode(n), _decode(m)) for n, m in entry["extra_blocks"]]
+                layered = {"layers"} if "layers" in entry else set()
+                _expect_keys(entry, {"noise_multiplier", "sample_rate", "dimension", "extra_blocks", "steps"} | layered)
                 release = make_release(
-                    _decode(entry["noise_multiplier"]), entry["sample_rate"], _decode(entry["dimension"]), blocks
+                    _decode(entry["noise_multiplier"]),
+                    entry["sample_rate"],
+                    _decode(entry["dimension"]),
+                    [(_decode(n), _decode(m)) for n, m in entry["extra_blocks"]],
+                    [(_decode(n), share, count) for n, share, count in entry.get("layers", ())],
                 )
                 accountant._charge(release, _check.steps(entry["steps"]))
         except (TypeError, ValueError, KeyError) as error:

@@ -30,6 +30,7 @@ def calibrate_noise_multiplier(
     mechanism: str = "laplace",
     accountant: MajorizedAccountant | None = None,
     extra_blocks: Sequence[tuple[float, float]] = (),
+    layers: Sequence[tuple[float, float, int]] = (),
 ) -> float:
     r"""Smallest noise multiplier m = scale / C whose ``steps`` steps cost at most ``eps`` at ``delta``.
 
@@ -45,7 +46,10 @@ def calibrate_noise_multiplier(
         bound, mechanism: as in :class:`~lightning_lap2.accounting.MajorizedAccountant`.
         accountant: what has been spent before (of a resumed run); its bound and mechanism must agree. It is not
             charged.
-        extra_blocks: (dimension, noise multiplier) released beside at every step, with noise of their own.
+        extra_blocks: (dimension, noise multiplier) released beside at every step, with noise of their own that m
+            does not change.
+        layers: (dimension, share, count) of the parts that are clipped separately, each to share * C; their noise is
+            that of the whole, so it scales with m.
 
     Returns:
         m in [0, inf); 0.0 where no noise is needed (steps = 0, q = 0, eps = inf, delta = 1).
@@ -56,7 +60,7 @@ def calibrate_noise_multiplier(
     """
     mechanism, bound = check_pair(mechanism, bound)
     eps, delta, steps = _check.eps(eps), _check.delta(delta), _check.steps(steps)
-    make_release(1.0, sample_rate, dimension, extra_blocks)
+    make_release(1.0, sample_rate, dimension, extra_blocks, layers)
     spent = MajorizedAccountant(bound=bound, mechanism=mechanism) if accountant is None else accountant
     if (spent.bound, spent.mechanism) != (bound, mechanism):
         raise ValueError(
@@ -65,7 +69,7 @@ def calibrate_noise_multiplier(
         )
 
     def composed(m: float) -> MajorizedAccountant:
-        return spent._with(make_release(m, sample_rate, dimension, extra_blocks), steps)
+        return spent._with(make_release(m, sample_rate, dimension, extra_blocks, layers), steps)
 
     def cost(m: float) -> float:
         return composed(m).epsilon(delta=delta)
@@ -76,7 +80,8 @@ def calibrate_noise_multiplier(
     if cost(0.0) <= eps:
         return 0.0
     if not cost(math.inf) <= eps:
-        raise _no_noise_serves(eps, delta, "what was released before costs more")
+        beside = " with what is released beside (extra_blocks)" if extra_blocks else ""
+        raise _no_noise_serves(eps, delta, f"what was released before costs more{beside}")
     start = _first_guess(eps, delta, sample_rate, steps)
     # Cheap first: the moments alone bracket the answer from above; the slow route can only lower it.
     above = smallest_safe(cost_by_moments, eps, start, _RTOL)

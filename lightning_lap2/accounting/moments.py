@@ -18,6 +18,7 @@ The bounds differ in S_j only, except ``"published"``, which gives every coordin
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from numbers import Integral, Real
@@ -74,14 +75,14 @@ def even_spread_table(orders: Array, blocks: Sequence[tuple[float, float]]) -> A
         S, shape [K], capped at ``HUGE``; zero at order 1.
     """
     total = np.zeros_like(orders)
-    for n, rho in blocks:
+    for (n, rho), count in Counter(blocks).items():  # layers of one size are summed once
         shift = rho / math.sqrt(n)
         if rho > 1e100:
             total += HUGE
         elif n > 1e30 or shift < 1e-150:  # n = inf, or F - 1 would underflow: log F(x, k) <= k (k - 1) x^2 / 2
-            total += orders * (orders - 1.0) * (0.5 * rho * rho)
+            total += orders * (orders - 1.0) * (count * 0.5 * rho * rho)
         else:
-            total += n * log_kernel(shift, orders)
+            total += count * n * log_kernel(shift, orders)
     return _positive(orders, np.minimum(total, HUGE))
 
 
@@ -92,10 +93,11 @@ def majorant_table(orders: Array, blocks: Sequence[tuple[float, float]]) -> Arra
     Args and returns as :func:`even_spread_table`.
     """
     total = np.zeros_like(orders)
-    for n, rho in blocks:
+    for (n, rho), count in Counter(blocks).items():
         if n > 1e30 or rho > 1e100:
             return _positive(orders, np.full_like(orders, HUGE))
         nodes, weights = majorant_nodes(n)
+        weights = count * weights
         rows = max(1, _CHUNK // nodes.size)
         for start in range(0, orders.size, rows):
             part = slice(start, start + rows)

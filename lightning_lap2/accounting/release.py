@@ -12,6 +12,7 @@ from lightning_lap2.accounting import _check
 
 BOUNDS = ("tight", "joint", "published")
 MECHANISMS = ("laplace", "gaussian", "laplace_l1")
+_LEAST = 5e-324
 
 
 class UnsoundBoundWarning(UserWarning):
@@ -54,7 +55,10 @@ class Release:
         sample_rate: q in [0, 1]; 1 means no sampling and no amplification.
         dimension: n, the number of coordinates, all of which are noised; ``math.inf`` is valid and pessimistic.
         extra_blocks: (dimension, noise multiplier) of further vectors released under the same coin, each clipped
-            and noised by itself: layers of per-layer clipping, the noisy count of adaptive clipping.
+            and noised by itself: the noisy count of adaptive clipping.
+        layers: (dimension, share, count) of the parts that the vector itself is clipped in: ``count`` parts of
+            ``dimension`` coordinates, each to the norm share * C. Their multipliers are m / share, so they scale with
+            m. Empty: one part, clipped to C.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and the legal set.
@@ -64,18 +68,22 @@ class Release:
     sample_rate: float
     dimension: float
     extra_blocks: tuple[tuple[float, float], ...] = ()
+    layers: tuple[tuple[float, float, int], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "noise_multiplier", _check.noise_multiplier(self.noise_multiplier))
         object.__setattr__(self, "sample_rate", _check.sample_rate(self.sample_rate))
         object.__setattr__(self, "dimension", _check.dimension(self.dimension))
         object.__setattr__(self, "extra_blocks", _check.blocks(self.extra_blocks))
+        object.__setattr__(self, "layers", _check.layers(self.layers, self.dimension))
 
     @property
     def blocks(self) -> tuple[tuple[float, float], ...]:
         """(n_l, rho_l) of every block that costs anything, with rho = C / scale = 1 / m; rho may be ``inf``."""
-        pairs = ((self.dimension, self.noise_multiplier), *self.extra_blocks)
-        return tuple((n, _inverse(m)) for n, m in pairs if n > 0.0 and m < math.inf)
+        own = [(n, share) for n, share, count in self.layers for _ in range(count)] or [(self.dimension, 1.0)]
+        triples = [(n, share, self.noise_multiplier) for n, share in own] + [(n, 1.0, m) for n, m in self.extra_blocks]
+        # a cost that underflows is still a cost
+        return tuple((n, max(share * _inverse(m), _LEAST)) for n, share, m in triples if n > 0.0 and m < math.inf)
 
     @property
     def is_free(self) -> bool:
@@ -97,6 +105,8 @@ def make_release(
     sample_rate: float,
     dimension: float,
     extra_blocks: Sequence[tuple[float, float]] = (),
+    layers: Sequence[tuple[float, float, int]] = (),
 ) -> Release:
     """Build a :class:`Release`; the one place where sequences become tuples."""
-    return Release(noise_multiplier, sample_rate, dimension, _check.blocks(extra_blocks))
+    n = _check.dimension(dimension)
+    return Release(noise_multiplier, sample_rate, n, _check.blocks(extra_blocks), _check.layers(layers, n))

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from lightning_lap2.accounting import MajorizedAccountant
+from lightning_lap2.callback.adaptive import current_threshold
 from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.probe import Probe
@@ -41,7 +42,7 @@ class Lap2Core:
         mechanism: Literal["laplace", "gaussian", "laplace_l1"] = "laplace",
         bound: Literal["tight", "joint", "published"] = "tight",
         sampling: Literal["poisson", "none"] = "poisson",
-        clipping: Literal["flat"] = "flat",
+        clipping: Literal["flat", "automatic", "per_layer", "adaptive"] = "flat",
         engine: Literal["vmap", "ghost", "loop"] = "vmap",
         chunk_size: int | None = None,
         augmentations: int = 1,
@@ -49,6 +50,9 @@ class Lap2Core:
         noise_seed: int | None = None,
         assume_nothing_spent: bool = False,
         allow_feedback: bool = False,
+        target_quantile: float | None = None,
+        clip_learning_rate: float | None = None,
+        count_noise_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.settings = Settings(
@@ -67,6 +71,9 @@ class Lap2Core:
             noise_seed=noise_seed,
             assume_nothing_spent=assume_nothing_spent,
             allow_feedback=allow_feedback,
+            target_quantile=target_quantile,
+            clip_learning_rate=clip_learning_rate,
+            count_noise_scale=count_noise_scale,
         )
         self._ledger = Ledger(self.settings)
         self._session: FitSession | None = None
@@ -86,8 +93,13 @@ class Lap2Core:
 
     @property
     def max_grad_norm(self) -> float:
-        """C."""
+        """C; with adaptive clipping where it starts."""
         return self.settings.max_grad_norm
+
+    @property
+    def clipping_threshold(self) -> float:
+        """C of the next release: ``max_grad_norm``, or where adaptive clipping has taken it by now."""
+        return current_threshold(self.settings, self._ledger.clipping)
 
     @property
     def noise_multiplier(self) -> float:
@@ -97,8 +109,8 @@ class Lap2Core:
 
     @property
     def scale(self) -> float:
-        """b of the Laplace (sigma of the Gaussian) noise on the sum."""
-        return self.settings.mechanism_with(self.noise_multiplier).scale
+        """b of the Laplace (sigma of the Gaussian) noise on the sum of the next release."""
+        return self.settings.mechanism_with(self.noise_multiplier, max_grad_norm=self.clipping_threshold).scale
 
     @property
     def sample_rate(self) -> float:
@@ -203,6 +215,7 @@ class Lap2Core:
             "expected_batch_size": facts.expected_batch_size,
             "num_examples": facts.num_examples,
             "dimension": session.window.layout.numel,
+            "count_noise_scale": session.mechanism.count_noise_scale,
             "planned_steps": session.planned_steps,
             "noise_source": session.noise.name,
             "world_size": session.trainer.world_size,
@@ -214,7 +227,9 @@ class Lap2Core:
         steps = session.planned_steps
         session.pl.utilities.rank_zero_info(
             f"Lap2Privacy: eps={self.eps:g}, delta={self.delta:g}, {self.settings.mechanism} noise multiplier "
-            f"{plan.noise_multiplier:.6g} (scale {self.scale:.6g}, C={self.max_grad_norm:g}), sample rate "
+            f"{plan.noise_multiplier:.6g} (scale {self.scale:.6g}, C={self.clipping_threshold:g}"
+            + ("" if self.settings.clipping == "flat" else f", {self.settings.clipping} clipping")
+            + "), sample rate "
             f"{facts.sample_rate:.6g}, planned steps {'unlimited' if math.isinf(steps) else int(steps)}, "
             f"n={session.window.layout.numel:,} trainable parameters, engine {session.engine.name!r}, noise source "
             f"{session.noise.name!r}"
@@ -248,6 +263,9 @@ class Lap2Core:
         if not trainer.barebones:
             # not on_epoch: that would be an average of epsilon over the epoch
             pl_module.log("privacy/epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True)
+            if self.settings.clipping == "adaptive":
+                # a function of noised counts
+                pl_module.log("privacy/max_grad_norm", self.clipping_threshold, on_step=True, on_epoch=False)
         self._session.check_feedback()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from lightning_lap2 import _validate
 from lightning_lap2.accounting import MajorizedAccountant
+from lightning_lap2.callback.adaptive import check_state
 from lightning_lap2.callback.journal import FILE_NAME, Charge, Journal, has_run, is_open, releases_beyond
 from lightning_lap2.callback.plan import check_summary
 from lightning_lap2.callback.settings import Settings
@@ -47,6 +48,7 @@ class Ledger:
         reproducible: some release drew its noise from a seed, so whoever knows the seed can remove it.
         caveats: what this ledger's history lacks, for the report; grows only.
         plan: the last fit's plan, JSON-able, by which a resumed fit knows whether it is the same.
+        clipping: where adaptive clipping stands, see :class:`~lightning_lap2.callback.adaptive.AdaptiveThreshold`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -57,6 +59,7 @@ class Ledger:
         self.reproducible = False
         self.caveats: list[str] = []
         self.plan: dict[str, Any] = {}
+        self.clipping: dict[str, float] = {}
         self._journal: Journal | None = None
         self._origin: Origin | None = None
 
@@ -71,11 +74,15 @@ class Ledger:
         """Spent so far. May take seconds where the slow route wins; the logged number is cheaper."""
         return self.accountant.epsilon(delta=self.delta)
 
+    def epsilon_without_extra_blocks(self) -> float:
+        """What the same releases would have cost without what was released beside the gradients."""
+        return self.accountant.without_extra_blocks().epsilon(delta=self.delta)
+
     def charge(self, charge: Charge, *, accounted: bool = True) -> None:
         """Notes one release, on disk first if a journal is open, then in memory.
 
         Args:
-            charge: ``noise_multiplier``, ``sample_rate`` and ``dimension`` of the release.
+            charge: what :meth:`Mechanism.charge` says of the release.
             accounted: False for a release whose cost an earlier charge of the same pass already covers.
 
         Raises:
@@ -164,6 +171,7 @@ class Ledger:
             "reproducible": self.reproducible,
             "caveats": list(self.caveats),
             "plan": dict(self.plan),
+            "clipping": dict(self.clipping),
             "journal": None
             if journal is None
             else {"path": str(journal.path.resolve()), "run": journal.run, "noted": journal.noted},
@@ -190,6 +198,7 @@ class Ledger:
             caveats, plan, journal = _texts(state["caveats"]), check_summary(dict(state["plan"])), state["journal"]
             if unknown := sorted(state.keys() - self.state_dict().keys()):
                 raise ValueError(f"unknown entries {unknown}")
+            clipping = check_state(dict(state["clipping"]))
             if releases < accountant.steps or (sampling == "poisson" and releases != accountant.steps):
                 raise ValueError(f"{releases} releases but {accountant.steps} charges")
             origin = None
@@ -210,7 +219,7 @@ class Ledger:
                     f"{name}={here!r}; pass {name}={there!r}"
                 )
         self.accountant, self.releases, self.reproducible = accountant, releases, reproducible
-        self.caveats, self.plan, self._origin = caveats, plan, origin
+        self.caveats, self.plan, self.clipping, self._origin = caveats, plan, clipping, origin
 
 
 def _texts(found: Any) -> list[str]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_lap2 import _validate
 from lightning_lap2.accounting import MajorizedAccountant, calibrate_noise_multiplier
 from lightning_lap2.callback.settings import Settings
+from lightning_lap2.mechanism import COUNT_SENSITIVITY
+
+Terms = Mapping[str, Any]
+"""What a charge says besides the noise multiplier: ``sample_rate``, ``dimension``, and ``layers`` or ``extra_blocks``
+where the release has such; see :meth:`Mechanism.charge`."""
 
 # A calibrated run ends a hair below eps. Noise calibrated for that hair would wreck the model: no step is better.
 _AS_GOOD_AS_SPENT = 1 - 1e-3
@@ -89,8 +95,7 @@ def make_plan(
     settings: Settings,
     accountant: MajorizedAccountant,
     *,
-    sample_rate: float,
-    dimension: int,
+    terms: Terms,
     charges: float,
     end: float,
     previous: dict[str, Any],
@@ -99,8 +104,7 @@ def make_plan(
 
     Args:
         accountant: the ledger so far.
-        sample_rate: q of each charge (1 under ``sampling="none"``).
-        dimension: n.
+        terms: of each charge.
         charges: charges the Trainer's limits would make, ``inf`` for a run without a last step.
         end: :attr:`Horizon.global_end`.
         previous: the plan the ledger was loaded with, if any: its multiplier is kept when nothing changed.
@@ -117,7 +121,7 @@ def make_plan(
                 "last step (max_epochs=-1 or an epoch of unknown length, and no max_steps); set max_steps or "
                 "max_epochs, or give a noise_multiplier (the run then ends at the budget)"
             )
-        same = previous == summary(settings, sample_rate, dimension, end, previous.get("noise_multiplier"))
+        same = previous == summary(settings, terms, end, previous.get("noise_multiplier"))
         if (
             not same
             and accountant.steps
@@ -125,21 +129,12 @@ def make_plan(
         ):
             return Plan(noise_multiplier=previous.get("noise_multiplier", math.inf), charges=0, exhausted=True, end=end)
         if not same and charges:
-            multiplier = calibrate_noise_multiplier(
-                eps=settings.eps,
-                delta=settings.delta,
-                sample_rate=sample_rate,
-                steps=int(charges),
-                dimension=dimension,
-                bound=settings.bound,
-                mechanism=settings.mechanism,
-                accountant=accountant if accountant.steps else None,
-            )
+            multiplier = _calibrate(settings, accountant, terms, int(charges))
             return Plan(noise_multiplier=multiplier, charges=charges, exhausted=False, end=end)
         multiplier = previous.get("noise_multiplier", math.inf)
         if not charges:
             return Plan(noise_multiplier=multiplier, charges=0, exhausted=False, end=end)
-    affordable = affordable_charges(settings, accountant, multiplier, sample_rate, dimension)
+    affordable = affordable_charges(settings, accountant, {**terms, "noise_multiplier": multiplier})
     return Plan(
         noise_multiplier=multiplier,
         charges=min(charges, affordable),
@@ -148,36 +143,53 @@ def make_plan(
     )
 
 
-def affordable_charges(
-    settings: Settings,
-    accountant: MajorizedAccountant,
-    noise_multiplier: float,
-    sample_rate: float,
-    dimension: int,
-) -> float:
+def _calibrate(settings: Settings, accountant: MajorizedAccountant, terms: Terms, charges: int) -> float:
+    try:
+        return calibrate_noise_multiplier(
+            eps=settings.eps,
+            delta=settings.delta,
+            steps=charges,
+            bound=settings.bound,
+            mechanism=settings.mechanism,
+            accountant=accountant if accountant.steps else None,
+            **terms,
+        )
+    except ValueError as error:
+        count = count_epsilon(settings, accountant, terms, charges)
+        if count is None or count <= settings.eps:
+            raise
+        scale = terms["extra_blocks"][0][1] * COUNT_SENSITIVITY
+        raise ValueError(
+            f"clipping='adaptive': the noisy count alone (count_noise_scale={scale:g} examples) brings {charges} "
+            f"releases to epsilon = {count:.4g}, more than eps={settings.eps:g}; give a larger count_noise_scale, or a "
+            "larger batch (count_noise_scale=None is a twentieth of the expected batch size)"
+        ) from error
+
+
+def count_epsilon(settings: Settings, accountant: MajorizedAccountant, terms: Terms, charges: int) -> float | None:
+    """Epsilon after ``charges`` further releases of the count alone; ``None`` where no count is released."""
+    if not terms.get("extra_blocks"):
+        return None
+    spent = accountant.copy()
+    spent.step(noise_multiplier=math.inf, steps=charges, **terms)
+    return spent.epsilon(delta=settings.delta)
+
+
+def affordable_charges(settings: Settings, accountant: MajorizedAccountant, charge: Terms) -> float:
     """Further charges within the budget, ``inf`` without one."""
     if math.isinf(settings.eps):
         return math.inf
-    return accountant.steps_within(
-        eps=settings.eps,
-        delta=settings.delta,
-        noise_multiplier=noise_multiplier,
-        sample_rate=sample_rate,
-        dimension=dimension,
-    )
+    return accountant.steps_within(eps=settings.eps, delta=settings.delta, **charge)
 
 
-def summary(
-    settings: Settings, sample_rate: float, dimension: int, end: float, noise_multiplier: float | None
-) -> dict[str, Any]:
+def terms_of(charge: Terms) -> dict[str, Any]:
+    """A charge without its noise multiplier."""
+    return {name: value for name, value in charge.items() if name != "noise_multiplier"}
+
+
+def summary(settings: Settings, terms: Terms, end: float, noise_multiplier: float | None) -> dict[str, Any]:
     """The plan as a checkpoint keeps it: equal on resume means that the multiplier is kept."""
-    return {
-        "eps": settings.eps,
-        "sample_rate": sample_rate,
-        "dimension": dimension,
-        "end": end,
-        "noise_multiplier": noise_multiplier,
-    }
+    return {"eps": settings.eps, **terms, "end": end, "noise_multiplier": noise_multiplier}
 
 
 def check_summary(found: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from importlib import metadata
 from typing import Any
 
 from lightning_lap2._version import __version__
+from lightning_lap2.callback.adaptive import current_threshold
 from lightning_lap2.callback.ledger import Ledger
-from lightning_lap2.callback.settings import Settings
+from lightning_lap2.callback.settings import CLIP_LEARNING_RATE, TARGET_QUANTILE, Settings
 from lightning_lap2.report import PrivacyReport
 
 _ALWAYS = (
@@ -24,6 +25,8 @@ _ALWAYS = (
 def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> PrivacyReport:
     """The report of a ledger; ``facts`` as the callback gathered them when its fit was planned."""
     multiplier = facts.get("noise_multiplier", settings.noise_multiplier)
+    threshold = current_threshold(settings, ledger.clipping)
+    adaptive = settings.clipping == "adaptive"
     return PrivacyReport(
         eps=settings.eps,
         epsilon=ledger.epsilon(),
@@ -35,7 +38,7 @@ def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> Pr
         clipping=settings.clipping,
         max_grad_norm=settings.max_grad_norm,
         noise_multiplier=multiplier,
-        scale=None if multiplier is None else settings.mechanism_with(multiplier).scale,
+        scale=None if multiplier is None else settings.mechanism_with(multiplier, max_grad_norm=threshold).scale,
         sample_rate=facts.get("sample_rate"),
         expected_batch_size=facts.get("expected_batch_size"),
         num_examples=facts.get("num_examples"),
@@ -52,6 +55,11 @@ def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> Pr
         world_size=facts.get("world_size"),
         caveats=tuple(_caveats(settings, ledger, facts)),
         versions=_versions(),
+        clipping_threshold=threshold if adaptive else None,
+        target_quantile=settings.target_quantile or TARGET_QUANTILE if adaptive else None,
+        clip_learning_rate=settings.clip_learning_rate or CLIP_LEARNING_RATE if adaptive else None,
+        count_noise_scale=facts.get("count_noise_scale"),
+        epsilon_without_count=ledger.epsilon_without_extra_blocks() if adaptive else None,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor
 
 from lightning_lap2.callback import refusals
+from lightning_lap2.callback.adaptive import AdaptiveThreshold, dear_count
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
 from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.patches import Patches, muted_loggers
-from lightning_lap2.callback.plan import Horizon, Plan, affordable_charges, horizon, make_plan, summary
+from lightning_lap2.callback.plan import Horizon, Plan, affordable_charges, horizon, make_plan, summary, terms_of
 from lightning_lap2.callback.probe import Probe, Release
 from lightning_lap2.callback.refusals import UnsupportedSettingError
 from lightning_lap2.callback.resume import NO_JOURNAL, Resumed, accept_untracked, settle
@@ -30,7 +32,7 @@ from lightning_lap2.callback.selfcheck import Checked, check_step
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.callback.spending import Spending
 from lightning_lap2.callback.window import Window, distributed_sum, release_
-from lightning_lap2.gradients import Engine, FlatClipper, ParameterLayout, StepCall, UnsupportedModelError
+from lightning_lap2.gradients import Clipper, Engine, ParameterLayout, StepCall, UnsupportedModelError, make_clipper
 from lightning_lap2.gradients.batches import rows
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.mechanism import Mechanism
@@ -66,6 +68,8 @@ class FitSession:
         self.facts: DataFacts | None = None
         self.plan: Plan | None = None
         self.mechanism: Mechanism
+        self.clipper: Clipper
+        self.threshold: AdaptiveThreshold | None = None
         self.engine: Engine
         self.noise: NoiseSource
         self.window: Window
@@ -214,29 +218,37 @@ class FitSession:
             batches_per_epoch=facts.batches_per_epoch,
             accumulate=trainer.accumulate_grad_batches,
         )
-        dimension = self._planned_dimension(layout)
+        if settings.clipping == "adaptive":
+            self.threshold = AdaptiveThreshold(settings, self.ledger.clipping)
+        terms = self._planned_terms(layout)
         plan = make_plan(
             settings,
             self.ledger.accountant,
-            sample_rate=facts.sample_rate,
-            dimension=dimension,
+            terms=terms,
             charges=ahead.passes if self._by_pass else ahead.steps,
             end=ahead.global_end,
             previous=self.ledger.plan,
         )
         self._warn_of_a_poor_rest(self.ledger.plan.get("noise_multiplier"), plan)
-        self.plan, self.window = plan, Window(layout)
-        self.mechanism = settings.mechanism_with(plan.noise_multiplier)
+        if self.threshold is not None and (dear := dear_count(terms, plan.noise_multiplier)):
+            self._warn(dear)
+        self.plan, self.window = plan, Window(layout, counted=self.threshold is not None)
+        self._specify(layout)
         if plan.charges:
-            refusals.check_range(self.mechanism, layout.dtype, facts.num_examples, facts.expected_batch_size)
+            for clip in (settings.max_grad_norm,) if self.threshold is None else self.threshold.ends:
+                refusals.check_range(
+                    replace(self.mechanism, max_grad_norm=clip),
+                    layout.dtype,
+                    facts.num_examples,
+                    facts.expected_batch_size,
+                )
         self.engine = make_engine(settings.engine, self.module, chunk_size=settings.chunk_size)
         self.noise = make_noise_source(
             settings.noise_source, layout.device, seed=settings.noise_seed, rank=trainer.global_rank
         )
-        self.clipper = FlatClipper(settings.max_grad_norm, self.mechanism.norm)
         self.spending = Spending(self.ledger, charges=plan.charges)
         self.spending.forecast_for(self._charge(layout.numel))
-        self.ledger.plan = summary(settings, facts.sample_rate, dimension, plan.end, plan.noise_multiplier)
+        self.ledger.plan = summary(settings, terms, plan.end, plan.noise_multiplier)
         self.ledger.reproducible |= settings.noise_seed is not None
         self.planned_steps = self._steps_for(plan, ahead)
         self._cap(progress.global_step, ahead)
@@ -277,13 +289,34 @@ class FitSession:
         """Whether a charge covers a whole pass over the data."""
         return self.settings.sampling == "none" and self.facts is not None and self.facts.once_per_pass
 
-    def _planned_dimension(self, layout: ParameterLayout) -> int:
-        """n to plan with: every parameter where a finetuning callback may unfreeze more of them later (a larger n
-        is never undercounted)."""
+    def _specification(self, layout: ParameterLayout, noise_multiplier: float) -> Mechanism:
+        """The next release of these parameters: clipping, noise and charge all follow from it."""
+        assert self.facts is not None
+        return self.settings.mechanism_with(
+            noise_multiplier,
+            max_grad_norm=None if self.threshold is None else self.threshold.value,
+            layer_sizes=layout.layer_sizes,
+            expected_batch_size=self.facts.expected_batch_size,
+        )
+
+    def _specify(self, layout: ParameterLayout) -> None:
+        """Sets what the next release is clipped and noised by."""
+        assert self.plan is not None
+        self.mechanism = self._specification(layout, self.plan.noise_multiplier)
+        self.clipper = make_clipper(self.settings.clipping, self.mechanism, layout)
+
+    def _planned_terms(self, layout: ParameterLayout) -> dict[str, Any]:
+        """What each charge will say besides the noise multiplier. Where a finetuning callback may unfreeze parameters
+        later: that of all of them clipped as one vector, which never costs less than some of them in any layers."""
+        assert self.facts is not None
+        given = self.settings.noise_multiplier
+        specification = self._specification(layout, 1.0 if given is None else given)
+        charge = specification.charge(sample_rate=self.facts.sample_rate, dimension=layout.numel)
         finetuning = self.pl.callbacks.BaseFinetuning
         if any(isinstance(callback, finetuning) for callback in self.trainer.callbacks):
-            return sum(p.numel() for p in self.module.parameters())
-        return layout.numel
+            charge["dimension"] = sum(p.numel() for p in self.module.parameters())
+            charge.pop("layers", None)
+        return terms_of(charge)
 
     def _steps_for(self, plan: Plan, ahead: Horizon) -> float:
         assert self.facts is not None
@@ -474,25 +507,22 @@ class FitSession:
 
     def _dimension_changed(self, layout: ParameterLayout) -> None:
         """Freezing or unfreezing changes n: the rest of the budget is judged with the new one."""
+        self._specify(layout)
         charge = self._charge(layout.numel)
-        left = affordable_charges(self.settings, self.ledger.accountant, **charge)
+        left = affordable_charges(self.settings, self.ledger.accountant, charge)
         self.spending.limit(left)
         self.spending.forecast_for(charge)
 
     def _charge(self, dimension: int) -> dict[str, Any]:
-        assert self.facts is not None and self.plan is not None
-        return {
-            "noise_multiplier": self.plan.noise_multiplier,
-            "sample_rate": self.facts.sample_rate,
-            "dimension": dimension,
-        }
+        assert self.facts is not None
+        return self.mechanism.charge(sample_rate=self.facts.sample_rate, dimension=dimension)
 
     def release(self) -> None:
         """Charges, noises, and writes ``.grad``; or clears it where there is nothing to release or no budget left.
 
         Nothing but a charged and noised sum ever reaches the optimizer.
         """
-        total = self.window.take()
+        parts, total = self.window.size, self.window.take()
         layout = self.window.layout
         accounted = not (self._by_pass and self._pass_charged)
         if total is None or (accounted and self.spending.exhausted):
@@ -505,6 +535,7 @@ class FitSession:
         self._pass_charged = True
         assert self.facts is not None
         world = self.trainer.world_size
+        total[layout.numel :] *= self.mechanism.count_factor
         release_(
             total,
             noise=self.noise,
@@ -517,8 +548,19 @@ class FitSession:
             all_reduce=distributed_sum if world > 1 else None,
         )
         if self._probe is not None:
-            self._probe.released(total)
+            self._probe.released(total[: layout.numel])
         layout.write_grads(total)
+        if self.threshold is not None:
+            self._follow(self.threshold, total[layout.numel], parts)
+
+    def _follow(self, threshold: AdaptiveThreshold, released: Tensor, parts: int) -> None:
+        """C of the next release, from the noised count of this one."""
+        assert self.facts is not None
+        expected = self.facts.expected_batch_size
+        count = float(released) * expected / self.mechanism.count_factor
+        threshold.follow(count, expected, parts / self.trainer.accumulate_grad_batches)
+        self.ledger.clipping = threshold.state()
+        self._specify(self.window.layout)
 
     def _stop(self) -> None:
         """Last guard: reached only where the cap on steps did not bite (parameters were unfrozen meanwhile)."""

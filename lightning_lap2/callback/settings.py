@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_lap2 import _validate
-from lightning_lap2.mechanism import MECHANISMS, Mechanism, MechanismName
+from lightning_lap2.mechanism import CLIPPINGS, MECHANISMS, ClippingName, Mechanism, MechanismName
 
 Bound = Literal["tight", "joint", "published"]
 Sampling = Literal["poisson", "none"]
-Clipping = Literal["flat"]
 EngineName = Literal["vmap", "ghost", "loop"]
 NoiseSourceName = Literal["auto", "aes", "torch"]
+
+TARGET_QUANTILE = 0.5
+CLIP_LEARNING_RATE = 0.2
+EXPECTED_PER_COUNT_NOISE = 20
+"""``count_noise_scale=None`` is the expected batch size over this (Andrew et al. 2021, section 3.1)."""
 
 _NUMBERS: dict[str, type] = {
     "eps": float,
@@ -23,6 +27,9 @@ _NUMBERS: dict[str, type] = {
     "chunk_size": int,
     "noise_seed": int,
     "augmentations": int,
+    "target_quantile": float,
+    "clip_learning_rate": float,
+    "count_noise_scale": float,
 }
 
 
@@ -41,7 +48,7 @@ class Settings:
     mechanism: MechanismName
     bound: Bound
     sampling: Sampling
-    clipping: Clipping
+    clipping: ClippingName
     engine: EngineName
     chunk_size: int | None
     augmentations: int
@@ -49,6 +56,9 @@ class Settings:
     noise_seed: int | None
     assume_nothing_spent: bool
     allow_feedback: bool
+    target_quantile: float | None
+    clip_learning_rate: float | None
+    count_noise_scale: float | None
 
     def __post_init__(self) -> None:
         _validate.positive("eps", self.eps)
@@ -57,7 +67,7 @@ class Settings:
         _validate.choice("mechanism", self.mechanism, MECHANISMS)
         _validate.choice("bound", self.bound, ("tight", "joint", "published"))
         _validate.choice("sampling", self.sampling, ("poisson", "none"))
-        _validate.choice("clipping", self.clipping, ("flat",))
+        _validate.choice("clipping", self.clipping, CLIPPINGS)
         _validate.choice("engine", self.engine, ("vmap", "ghost", "loop"))
         _validate.choice("noise_source", self.noise_source, ("auto", "aes", "torch"))
         _validate.boolean("assume_nothing_spent", self.assume_nothing_spent)
@@ -81,6 +91,7 @@ class Settings:
                 f"chunk_size={self.chunk_size} has no meaning for engine='ghost', which takes the batch as one piece; "
                 "leave it None, and to save memory use a smaller loader batch with accumulate_grad_batches"
             )
+        self._check_clipping()
         self._check_noise()
         self._make_plain()
 
@@ -89,6 +100,37 @@ class Settings:
         for name, kind in _NUMBERS.items():
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else kind(value))
+
+    def _check_clipping(self) -> None:
+        for name in ("target_quantile", "clip_learning_rate", "count_noise_scale"):
+            value = getattr(self, name)
+            if value is not None and self.clipping != "adaptive":
+                raise ValueError(
+                    f"{name}={value!r} has no meaning for clipping={self.clipping!r}; leave it None, or use "
+                    "clipping='adaptive'"
+                )
+        if self.target_quantile is not None:
+            _validate.open_unit("target_quantile", self.target_quantile)
+        if self.clip_learning_rate is not None:
+            _validate.positive("clip_learning_rate", self.clip_learning_rate, finite=True)
+        if self.count_noise_scale is not None:
+            _validate.positive("count_noise_scale", self.count_noise_scale, finite=True)
+            if self.noise_multiplier == 0:
+                raise ValueError(
+                    f"count_noise_scale={self.count_noise_scale!r} with noise_multiplier=0.0, a run without any "
+                    "noise: leave it None"
+                )
+        if math.isinf(self.max_grad_norm) and self.clipping in ("automatic", "adaptive"):
+            use = {"automatic": "the norm that every gradient is scaled to", "adaptive": "where the threshold starts"}
+            raise ValueError(
+                f"max_grad_norm=inf with clipping={self.clipping!r}, where it is {use[self.clipping]}: give a finite "
+                "number, or clipping='flat' for no clipping"
+            )
+        if self.bound == "published" and self.clipping in ("per_layer", "adaptive"):
+            raise ValueError(
+                f"bound='published' is a formula for one vector under one norm, but clipping={self.clipping!r} "
+                "releases several; use bound='tight' (or 'joint'), or clipping='flat' to reproduce the paper"
+            )
 
     def _check_noise(self) -> None:
         if self.noise_multiplier is None:
@@ -110,9 +152,33 @@ class Settings:
             )
         self.mechanism_with(self.noise_multiplier)
 
-    def mechanism_with(self, noise_multiplier: float) -> Mechanism:
-        """The release that these settings describe, at the given noise multiplier."""
-        return Mechanism(name=self.mechanism, max_grad_norm=self.max_grad_norm, noise_multiplier=noise_multiplier)
+    def mechanism_with(
+        self,
+        noise_multiplier: float,
+        *,
+        max_grad_norm: float | None = None,
+        layer_sizes: tuple[int, ...] = (),
+        expected_batch_size: int | None = None,
+    ) -> Mechanism:
+        """The release that these settings describe, at the given noise multiplier.
+
+        Args:
+            max_grad_norm: C of this release; ``None``: as given to the constructor.
+            layer_sizes: trainable scalars of each layer; used by per-layer clipping only.
+            expected_batch_size: public normaliser, by which adaptive clipping chooses its count's noise; ``None``: the
+                count is left out.
+        """
+        count = None
+        if self.clipping == "adaptive" and expected_batch_size is not None:
+            count = self.count_noise_scale or expected_batch_size / EXPECTED_PER_COUNT_NOISE
+            count = count if noise_multiplier > 0 else 0.0
+        return Mechanism(
+            name=self.mechanism,
+            max_grad_norm=self.max_grad_norm if max_grad_norm is None else max_grad_norm,
+            noise_multiplier=noise_multiplier,
+            layer_sizes=layer_sizes if self.clipping == "per_layer" else (),
+            count_noise_scale=count,
+        )
 
     @property
     def adjacency(self) -> str:

@@ -24,16 +24,25 @@ class Window:
 
     Soundness rests on two facts that are checked here: all parts belong to one draw, in which each example occurs at
     most once, and no part is added twice. Then each example enters a release at most once.
+
+    Args:
+        counted: one more entry behind the gradient, for the count of adaptive clipping.
     """
 
-    def __init__(self, layout: ParameterLayout) -> None:
+    def __init__(self, layout: ParameterLayout, *, counted: bool = False) -> None:
         self.layout = layout
+        self._entries = int(counted)
         self._total: Tensor | None = None
         self._parts: list[Part] = []
 
     @property
     def empty(self) -> bool:
         return self._total is None
+
+    @property
+    def size(self) -> int:
+        """Loader batches in the draw that is gathered; 0 when empty."""
+        return self._parts[-1].of if self._parts else 0
 
     def begins(self, part: Part) -> bool:
         """Whether ``part`` belongs to another draw than what is gathered so far."""
@@ -47,7 +56,7 @@ class Window:
         return dropped
 
     def open(self, part: Part) -> Tensor:
-        """The flat sum ``[n]`` that ``part`` is to be added to.
+        """The flat sum ``[n]`` that ``part`` is to be added to; ``[n + 1]`` with a count.
 
         Raises:
             RuntimeError: this part was added before: the user's optimizer or ``optimizer_step`` ran its closure twice.
@@ -60,7 +69,7 @@ class Window:
             )
         self._parts.append(part)
         if self._total is None:
-            self._total = self.layout.zeros()
+            self._total = self.layout.zeros(self._entries)
         return self._total
 
     def take(self) -> Tensor | None:
@@ -89,7 +98,7 @@ def release_(
     a sum of per-rank draws would not be Laplace.)
 
     Args:
-        total: flat ``[n]``, fp32 or fp64, contiguous.
+        total: flat ``[n]``, fp32 or fp64, contiguous; a count behind the gradient is a coordinate like the others.
         scale: b of the Laplace or sigma of the Gaussian noise on the sum.
         normaliser: the public expected batch size, never the number drawn.
         release: number of this release; keys seeded noise.

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from lightning_lap2.gradients.clipping import Clipper, FlatClipper
+from lightning_lap2.gradients.clipping import Clipper, FlatClipper, make_clipper
 from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError
 from lightning_lap2.gradients.parameters import ParameterLayout
 
-__all__ = ["Clipper", "Engine", "FlatClipper", "ParameterLayout", "StepCall", "UnsupportedModelError"]
+__all__ = [
+    "Clipper",
+    "Engine",
+    "FlatClipper",
+    "ParameterLayout",
+    "StepCall",
+    "UnsupportedModelError",
+    "make_clipper",
+]

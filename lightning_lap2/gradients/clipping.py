@@ -1,7 +1,8 @@
 """From the norms of per-example gradients to the weight each example gets in the sum.
 
 The contract of every clipper: for each example the weighted gradient has norm at most C, whatever the gradient
-(NaN, infinity, zero). Adding or removing one example then moves the sum by at most C: its sensitivity.
+(NaN, infinity, zero). Adding or removing one example then moves the sum by at most C: its sensitivity. Per-layer
+clipping keeps each layer within C_l as well, and adaptive clipping is flat clipping with a count beside it.
 
 Norms come in per parameter because that is how engines produce them and what per-layer clipping needs.
 """
@@ -9,12 +10,17 @@ Norms come in per parameter because that is how engines produce them and what pe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_lap2.mechanism import Norm
+from lightning_lap2.gradients.parameters import ParameterLayout
+from lightning_lap2.mechanism import COUNT_SENSITIVITY, ClippingName, Mechanism, Norm
+
+STABILITY = 0.01
+"""gamma of automatic clipping, in units of the gradient: the value of Bu et al. (2022) for AUTO-S."""
 
 
 class Clipper(Protocol):
@@ -61,3 +67,87 @@ class FlatClipper:
         # a zero norm gives C / 0 = inf, hence weight 1: no 0/0; an infinite one gives 0, or nan with C = inf
         weight = (self.max_grad_norm / total).clamp_max_(1.0)
         return weight.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).expand_as(norms)
+
+    def count(self, norms: Tensor) -> Tensor:
+        """What the examples add to the released count, a 0-dim fp64 tensor; see :func:`centred_count`."""
+        return centred_count(total_norm(norms, self.norm), self.max_grad_norm)
+
+
+def centred_count(totals: Tensor, threshold: float) -> Tensor:
+    """Sum over examples of +1/2 where the norm is at most ``threshold``, -1/2 where it is above (Andrew, Thakkar,
+    McMahan, Ramaswamy 2021, section 2.1: the centred indicator has half the sensitivity of the plain one).
+
+    An example whose gradient is zero or not finite adds 0. It has no say about C, and under zero-out adjacency, where
+    the neighbour's gradient *is* zero, the count moves by 1/2 and not by 1.
+
+    Args:
+        totals: norms over all parameters, ``[B]``.
+    """
+    votes = torch.where(totals <= threshold, COUNT_SENSITIVITY, -COUNT_SENSITIVITY).to(totals.dtype)
+    return torch.where(torch.isfinite(totals) & (totals > 0), votes, torch.zeros_like(votes)).sum()
+
+
+@dataclass(frozen=True)
+class AutomaticClipper:
+    """Weight ``C / (||g|| + 0.01)``: every gradient is scaled to a norm just below C (AUTO-S of Bu, Wang, Zha, Karypis
+    2022, "Automatic Clipping"). The norm after it is C ||g|| / (||g|| + 0.01) < C; a zero gradient stays zero.
+
+    Args:
+        max_grad_norm: C, finite.
+        norm: as in :class:`FlatClipper`.
+    """
+
+    max_grad_norm: float
+    norm: Norm = "l2"
+
+    def weights(self, norms: Tensor) -> Tensor:
+        total = total_norm(norms, self.norm)
+        weight = self.max_grad_norm / (total + STABILITY)
+        return torch.where(torch.isfinite(total), weight, torch.zeros_like(weight)).expand_as(norms)
+
+
+@dataclass(frozen=True)
+class PerLayerClipper:
+    """Weight ``min(1, C_l / ||g_l||)`` with one norm for each layer (McMahan, Ramage, Talwar, Zhang 2018).
+
+    With the same C_l for L layers the whole is within sqrt(L) C_l in l2 and L C_l in l1.
+
+    Args:
+        layer_norm: C_l.
+        layers: for each of the P parameters the number of its layer, 0 .. L - 1.
+        norm: as in :class:`FlatClipper`.
+    """
+
+    layer_norm: float
+    layers: tuple[int, ...]
+    norm: Norm = "l2"
+
+    @cached_property
+    def _members(self) -> list[list[int]]:
+        """For each layer its parameters' rows, filled up to one length by the row P, which :meth:`weights` makes 0."""
+        rows = [[k for k, own in enumerate(self.layers) if own == number] for number in range(1 + max(self.layers))]
+        longest = max(map(len, rows))
+        return [own + [len(self.layers)] * (longest - len(own)) for own in rows]
+
+    def weights(self, norms: Tensor) -> Tensor:
+        padded = torch.cat([norms, norms.new_zeros(1, norms.shape[1])])
+        members = torch.tensor(self._members, device=norms.device)
+        totals = total_norm(padded[members].movedim(1, 0), self.norm)  # [L, B]
+        weight = (self.layer_norm / totals).clamp_max(1.0)[torch.tensor(self.layers, device=norms.device)]
+        # not finite anywhere: nothing of the example enters
+        return torch.where(torch.isfinite(norms).all(dim=0), weight, torch.zeros_like(weight))
+
+
+def make_clipper(clipping: ClippingName, mechanism: Mechanism, layout: ParameterLayout) -> Clipper:
+    """The clipper whose sensitivity ``mechanism`` is charged for.
+
+    Raises:
+        ValueError: the mechanism was made for other layers than those of ``layout``.
+    """
+    if clipping == "automatic":
+        return AutomaticClipper(mechanism.max_grad_norm, mechanism.norm)
+    if clipping == "per_layer":
+        if mechanism.layer_sizes != layout.layer_sizes:
+            raise ValueError(f"a release of the layers {mechanism.layer_sizes} for gradients of {layout.layer_sizes}")
+        return PerLayerClipper(mechanism.layer_norm, layout.layers, mechanism.norm)
+    return FlatClipper(mechanism.max_grad_norm, mechanism.norm)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_lap2.gradients.clipping import Clipper
+from lightning_lap2.gradients.clipping import Clipper, FlatClipper
 from lightning_lap2.gradients.engine import full_precision
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.mechanism import Norm
@@ -66,7 +66,8 @@ def add_clipped_sum(gradients: Sequence[Tensor], layout: ParameterLayout, clippe
             are not finite are overwritten.
         layout: where each parameter's entries lie in ``total``.
         clipper: gives the weights.
-        total: ``[n]``, fp32 or fp64, changed in place.
+        total: ``[n]``, fp32 or fp64, changed in place; ``[n + 1]`` where the clipper's count is to be added to its
+            last entry.
 
     Returns:
         The weights, ``[P, B]``, fp64.
@@ -87,4 +88,17 @@ def add_clipped_sum(gradients: Sequence[Tensor], layout: ParameterLayout, clippe
         for index, g in enumerate(rows):
             part = total[layout.offsets[index] : layout.offsets[index + 1]]
             part.addmv_(g.to(total.dtype).t(), scaled[index])
+        add_count(norms, layout, clipper, total)
     return weights
+
+
+def add_count(norms: Tensor, layout: ParameterLayout, clipper: Clipper, total: Tensor) -> None:
+    """Adds the clipper's count to the entry behind the gradient, where ``total`` has one.
+
+    Raises:
+        TypeError: a clipper without one threshold has nothing to count.
+    """
+    if total.numel() > layout.numel:
+        if not isinstance(clipper, FlatClipper):
+            raise TypeError(f"{type(clipper).__name__} counts no examples below a threshold")
+        total[layout.numel] += clipper.count(norms).to(total.dtype)

@@ -77,7 +77,8 @@ class Engine(ABC):
         engines that run the whole batch: of its share of the batch loss times the batch size). Example i alone is
         a batch of its ``call.views`` rows, so that a mean loss gives the mean of the views' gradients. Norms are of
         exactly the gradient that is summed and accumulated in fp64; sums are in ``total.dtype`` and never in TF32
-        or bf16; a non-finite example adds nothing.
+        or bf16; a non-finite example adds nothing. Where ``total`` has one entry more than n, the clipper's count is
+        added to it.
 
         Returns what ``training_step`` would have returned for the batch, detached: a 0-dim loss tensor, a
         mapping with ``"loss"``, or ``None``. The module's parameters, their ``.grad`` and its attributes are

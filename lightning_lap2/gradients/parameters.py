@@ -22,6 +22,9 @@ class ParameterLayout:
         slots: for each parameter every (module, attribute name) that holds it; more than one when tied.
         sizes, offsets: numel of each parameter and where it starts in the flat vector.
         numel: n, the number of trainable scalars.
+        layers: for each parameter the number of the module that owns it (weight and bias together), counted from 0
+            in the order of first appearance; a tied parameter belongs to its first owner.
+        layer_sizes: trainable scalars of each layer.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -43,6 +46,12 @@ class ParameterLayout:
         for size in self.sizes:
             self.offsets.append(self.offsets[-1] + size)
         self.numel = self.offsets[-1]
+        numbers: dict[int, int] = {}
+        self.layers = tuple(numbers.setdefault(id(own[0][0]), len(numbers)) for own in self.slots)
+        layer_sizes = [0] * len(numbers)
+        for size, layer in zip(self.sizes, self.layers, strict=True):
+            layer_sizes[layer] += size
+        self.layer_sizes = tuple(layer_sizes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,12 +68,13 @@ class ParameterLayout:
             a is b for a, b in zip(self.parameters, other.parameters, strict=True)
         )
 
-    def zeros(self) -> Tensor:
-        """A flat vector ``[n]`` of zeros."""
-        return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+    def zeros(self, beside: int = 0) -> Tensor:
+        """A flat vector ``[n + beside]`` of zeros."""
+        return torch.zeros(self.numel + beside, dtype=self.dtype, device=self.device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of ``flat`` (``[n]``), one per parameter and in its shape."""
+        """Views of ``flat`` (``[n]``, or longer), one per parameter and in its shape."""
+        flat = flat[: self.numel]
         if 0 in self.sizes:  # for which torch's own helper forgets the shape
             pieces = zip(self.parameters, flat.split(self.sizes), strict=True)
             return [piece.view(p.shape) for p, piece in pieces]

@@ -25,6 +25,9 @@ DEFAULTS = {
     "noise_seed": None,
     "assume_nothing_spent": False,
     "allow_feedback": False,
+    "target_quantile": None,
+    "clip_learning_rate": None,
+    "count_noise_scale": None,
 }
 
 
@@ -68,7 +71,8 @@ def test_horizon(changes: dict, steps: float, passes: float, end: float) -> None
     assert ahead(**changes) == Horizon(steps=steps, passes=passes, global_end=end)
 
 
-FACTS = {"sample_rate": 0.05, "dimension": 100, "charges": 40, "end": 40}
+TERMS = {"sample_rate": 0.05, "dimension": 100}
+FACTS = {"terms": TERMS, "charges": 40, "end": 40}
 
 
 def test_calibrated_plan_spends_the_budget_and_no_more() -> None:
@@ -96,7 +100,7 @@ def test_run_without_a_last_step_cannot_be_calibrated() -> None:
 
 def test_resumed_plan_keeps_its_noise_unless_something_changed() -> None:
     first = make_plan(settings(), MajorizedAccountant(), previous={}, **FACTS)
-    kept = summary(settings(), 0.05, 100, 40, first.noise_multiplier)
+    kept = summary(settings(), TERMS, 40, first.noise_multiplier)
     spent = MajorizedAccountant()
     spent.step(noise_multiplier=first.noise_multiplier, sample_rate=0.05, dimension=100, steps=15)
     again = make_plan(settings(), spent, previous=kept, **{**FACTS, "charges": 25})

@@ -9,6 +9,9 @@ import pytest
 
 from lightning_lap2 import Lap2Privacy
 
+ADAPTIVE: dict[str, Any] = {"clipping": "adaptive"}
+FREE: dict[str, Any] = {"eps": math.inf, "noise_multiplier": 0.0}
+
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
@@ -33,7 +36,25 @@ from lightning_lap2 import Lap2Privacy
         ({"bound": "loose"}, ValueError, "bound must be one of 'tight', 'joint', 'published', got 'loose'"),
         ({"bound": "joint", "mechanism": "gaussian"}, ValueError, "bound='joint' is a bound for mechanism='laplace'"),
         ({"sampling": "shuffle"}, ValueError, "sampling must be one of 'poisson', 'none', got 'shuffle'"),
-        ({"clipping": "none"}, ValueError, "clipping must be one of 'flat', got 'none'"),
+        ({"clipping": "none"}, ValueError, "clipping must be one of 'flat', 'automatic', 'per_layer', 'adaptive'"),
+        ({"target_quantile": 0.5}, ValueError, "target_quantile=0.5 has no meaning for clipping='flat'"),
+        ({"clip_learning_rate": 0.2, "clipping": "automatic"}, ValueError, "no meaning for clipping='automatic'"),
+        ({"count_noise_scale": 3.0, "clipping": "per_layer"}, ValueError, "count_noise_scale=3.0 has no meaning"),
+        ({"target_quantile": 1.0, **ADAPTIVE}, ValueError, "target_quantile must lie strictly between 0 and 1, got 1"),
+        ({"target_quantile": "half", **ADAPTIVE}, TypeError, "target_quantile must be a number, got 'half'"),
+        ({"clip_learning_rate": 0.0, **ADAPTIVE}, ValueError, "clip_learning_rate must be positive and finite"),
+        ({"count_noise_scale": 0.0, **ADAPTIVE}, ValueError, "count_noise_scale must be positive and finite, got 0.0"),
+        ({"count_noise_scale": math.inf, **ADAPTIVE}, ValueError, "count_noise_scale must be positive and finite"),
+        (
+            {"eps": math.inf, "noise_multiplier": 0.0, "count_noise_scale": 1.0, **ADAPTIVE},
+            ValueError,
+            "count_noise_scale=1.0 with noise_multiplier=0.0",
+        ),
+        ({**FREE, "max_grad_norm": math.inf, **ADAPTIVE}, ValueError, "max_grad_norm=inf with clipping='adaptive'"),
+        ({**FREE, "max_grad_norm": math.inf, "clipping": "automatic"}, ValueError, "max_grad_norm=inf with clipping="),
+        ({"bound": "published", **ADAPTIVE}, ValueError, "bound='published' is a formula for one vector"),
+        ({"bound": "published", "clipping": "per_layer"}, ValueError, "bound='published' is a formula for one vector"),
+        ({"bound": "joint", "mechanism": "gaussian", **ADAPTIVE}, ValueError, "bound='joint' is a bound for mechanism"),
         ({"engine": "hooks"}, ValueError, "engine must be one of 'vmap', 'ghost', 'loop', got 'hooks'"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
         ({"chunk_size": 2.5}, TypeError, "chunk_size must be an integer, got 2.5"),
@@ -53,6 +74,28 @@ def test_constructor_refuses_by_name(arguments: dict[str, Any], error: type[Exce
     with pytest.raises(error) as raised:
         Lap2Privacy(**{"eps": 1.0, **arguments})
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"clipping": "automatic", "bound": "published"},
+        {"clipping": "per_layer", "bound": "joint"},
+        {**FREE, "clipping": "per_layer", "max_grad_norm": math.inf},
+        {"bound": "joint", **ADAPTIVE, "target_quantile": 0.9, "clip_learning_rate": 1, "count_noise_scale": 7.5},
+        {**FREE, **ADAPTIVE},
+        *(
+            {"clipping": clipping, "mechanism": mechanism, "engine": engine, "sampling": sampling}
+            for clipping in ("automatic", "per_layer", "adaptive")
+            for mechanism, engine in (("laplace", "ghost"), ("gaussian", "ghost"), ("laplace_l1", "vmap"))
+            for sampling in ("poisson", "none")
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::lightning_lap2.accounting.UnsoundBoundWarning")
+def test_constructor_accepts_what_is_sound(arguments: dict[str, Any]) -> None:
+    callback = Lap2Privacy(**{"eps": 1.0, **arguments})
+    assert callback.clipping_threshold == callback.max_grad_norm
 
 
 def test_infinite_budget_may_be_written_as_a_string() -> None:

@@ -32,12 +32,14 @@ from tests.helpers import (
     part_spy,
     quiet_trainer,
     records,
+    watched_releases,
     weights,
 )
 
 pl, Lap2Privacy = LIGHTNING.pl, LIGHTNING.lap2
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 Result = dict[str, Any]
+COUNTED: dict[str, Any] = {"clipping": "adaptive", "count_noise_scale": 3.0}
 
 
 class Ranks:
@@ -110,6 +112,25 @@ def laplace_noise_once(ranks: Ranks) -> Result:
         "weights": weights(module),
         "scale": callback.scale,
         "ledger": ledger_of(callback),
+    }
+
+
+def adaptive_threshold(ranks: Ranks) -> Result:
+    """The count of adaptive clipping: each rank's own, what was released of them all, and where C went."""
+    free = Lap2Privacy(eps=math.inf, noise_multiplier=0.0, clipping="adaptive", max_grad_norm=0.1)
+    ranks.trainer(free, max_epochs=6).fit(classifier(pl), loader(12, 12 // ranks.number))
+    noisy = Lap2Privacy(eps=1e4, noise_multiplier=2.0, bound="joint", noise_seed=4, **COUNTED)
+    module = classifier(pl, learning_rate=0.01)
+    with watched_releases() as seen:
+        ranks.trainer(noisy, max_steps=300, max_epochs=-1).fit(module, loader(24, 4))
+    factors = torch.tensor([release.scale / COUNTED["count_noise_scale"] for release in seen], dtype=torch.float64)
+    return {
+        "threshold_without_noise": free.clipping_threshold,
+        "own_counts": torch.stack([release.before[-1] for release in seen]).double() / factors,
+        "released": torch.stack([release.after[-1] for release in seen]).double() / factors * noisy.expected_batch_size,
+        "threshold": noisy.clipping_threshold,
+        "weights": weights(module),
+        "ledger": ledger_of(noisy),
     }
 
 
@@ -429,6 +450,7 @@ SCENARIOS: dict[str, Callable[[Ranks], Result]] = {
         same_as_one_process_accumulating,
         several_views_of_each_example,
         laplace_noise_once,
+        adaptive_threshold,
         budget_beats_minimums,
         budget_beats_minimums_accumulating,
         empty_draw_on_one_rank_only,

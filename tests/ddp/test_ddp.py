@@ -26,6 +26,7 @@ TWO = [
     "same_as_one_process",
     "several_views_of_each_example",
     "laplace_noise_once",
+    "adaptive_threshold",
     "budget_beats_minimums",
     "budget_beats_minimums_accumulating",
     "empty_draw_on_one_rank_only",
@@ -159,6 +160,21 @@ def test_scenario_8_noise_of_the_global_sum_has_scale_b_once(several: dict[int, 
     for rank in range(1, ranks):
         assert torch.equal(results[rank]["noise"].double(), noise[:, :1000])
     _all_equal(results, "weights", "ledger")
+
+
+def test_the_count_of_adaptive_clipping_is_noised_once(two: Job) -> None:
+    results = two.results("adaptive_threshold", 2)
+    _all_equal(results, "released", "threshold", "threshold_without_noise", "weights", "ledger")
+    alone = jobs.adaptive_threshold(jobs.Ranks(Path(), 1))
+    assert results[0]["threshold_without_noise"] == pytest.approx(alone["threshold_without_noise"], rel=1e-6)
+    own = sum(result["own_counts"] for result in results)
+    assert (own - (2 * own).round() / 2).abs().max() < 1e-3, "halves"
+    assert not torch.equal(results[0]["own_counts"], results[1]["own_counts"])
+    noise, scale = results[0]["released"] - own, jobs.COUNTED["count_noise_scale"]
+    # 300 draws: the mean absolute value is within 6 % of b for one draw a release, and 1.5 b for one on each rank
+    assert noise.abs().mean() == pytest.approx(scale, rel=0.2)
+    assert stats.kstest(noise.numpy(), "laplace", args=(0, scale)).pvalue > 1e-3
+    assert '"extra_blocks": [[1, 6]]' in results[0]["ledger"]
 
 
 def test_scenario_8_seeds(two: Job) -> None:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_lap2.gradients.clipping import Clipper
+from lightning_lap2.gradients.contraction import add_count
 from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError, full_precision
 from lightning_lap2.gradients.ghost.batchdims import BatchDims
 from lightning_lap2.gradients.ghost.combine import merge, norms_of_sum
@@ -137,6 +138,7 @@ class Collected:
                     if discarded is not None:
                         use.discard(discarded)
                     use.add_weighted(views[k], weight[k])
+        add_count(norms, layout, clipper, total)
 
 
 class Collector:
