@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_lap2 import _validate
-from lightning_lap2.accounting import MajorizedAccountant, calibrate_noise_multiplier
+from lightning_lap2.accounting import MajorizedAccountant, NoFiniteNoiseError, calibrate_noise_multiplier
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.mechanism import COUNT_SENSITIVITY
 
@@ -154,7 +154,7 @@ def _calibrate(settings: Settings, accountant: MajorizedAccountant, terms: Terms
             accountant=accountant if accountant.steps else None,
             **terms,
         )
-    except ValueError as error:
+    except NoFiniteNoiseError as error:
         count = count_epsilon(settings, accountant, terms, charges)
         if count is None or count <= settings.eps:
             raise
