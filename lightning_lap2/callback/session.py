@@ -262,6 +262,11 @@ class FitSession:
             raise UnsupportedSettingError(
                 f"an audit sees one process, but the Trainer has {self.trainer.world_size}: use Trainer(devices=1)"
             )
+        if self.settings.clipping != "flat":
+            raise UnsupportedSettingError(
+                f"an audit repeats flat clipping by code of its own, but clipping={self.settings.clipping!r}: audit "
+                "with clipping='flat'"
+            )
         self.ledger.add_caveat("an audit took part in this fit: records were left out or replaced by canaries")
         probe.begin(
             Release(
