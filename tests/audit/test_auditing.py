@@ -138,6 +138,8 @@ def test_refused_arguments(told: dict[str, Any], words: str) -> None:
 def test_refused_trainings() -> None:
     with pytest.raises(ValueError, match="audit with engine='vmap'"):
         audit(training(engine="ghost", **LAP2))
+    with pytest.raises(ValueError, match="clipping='automatic': audit with clipping='flat'"):
+        audit(training(clipping="automatic", **LAP2))
     with pytest.raises(ValueError, match="noise_seed=3 would give all runs one noise"):
         training(noise_seed=3)
     with pytest.raises(ValueError, match="sets the Trainer's callbacks, logger itself"):
