@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from lightning_lap2.accounting import _check
 from lightning_lap2.accounting._search import last_affordable
+from lightning_lap2.accounting.comparison import Comparison, compared_pair
 from lightning_lap2.accounting.conversion import (
     MomentCurve,
     Objective,
@@ -127,20 +128,25 @@ class MajorizedAccountant:
             return 0.0
         if orders_only or self.bound == "published":
             return self._epsilon_by_orders(remaining, plain=True)
-        value = min(self._epsilon_by_orders(remaining), pure_epsilon(self._pure(), remaining))
+        value = self._quick_epsilon(remaining)
         return min(value, self._epsilon_by_domination(remaining, value))
 
     def _epsilon_without_domination(self, delta: float) -> float:
-        """The quick part of :meth:`epsilon`: never smaller."""
+        """The quick part of :meth:`epsilon`, milliseconds: never smaller."""
         remaining = self._after_bare(delta)
         if remaining is None:
             return math.inf
         if remaining >= 1.0 or not self._costly():
             return 0.0
-        return min(self._epsilon_by_orders(remaining, plain=self.bound == "published"), self._pure_at(remaining))
+        if self.bound == "published":
+            return self._epsilon_by_orders(remaining, plain=True)
+        return self._quick_epsilon(remaining)
 
-    def _pure_at(self, delta: float) -> float:
-        return math.inf if self.bound == "published" else pure_epsilon(self._pure(), delta)
+    def _quick_epsilon(self, delta: float) -> float:
+        value = min(self._epsilon_by_orders(delta), pure_epsilon(self._pure(), delta))
+        comparison = self._comparison()
+        usable = value > 0.0 and comparison is not None and comparison.usable(delta)
+        return min(value, comparison.epsilon(delta)) if usable and comparison else value
 
     def delta(self, *, eps: float) -> float:
         """Smallest provable delta at ``eps``, in [0, 1]."""
@@ -151,8 +157,10 @@ class MajorizedAccountant:
         value = math.exp(min(0.0, self._minimise(log_delta_objective(min(eps, 1e100)))[0]))
         if self.bound != "published":
             value = min(value, pure_delta(self._pure(), eps))
-            route = self._domination()
-            if route is not None:
+            comparison, route = self._comparison(), self._domination()
+            if comparison is not None:
+                value = comparison.delta(eps, value)
+            if route is not None and not self._outdone(route, value):
                 value = min(value, route.delta(eps, value))
         return min(1.0, bare + (1.0 - bare) * value)
 
@@ -355,18 +363,40 @@ class MajorizedAccountant:
             total += steps * pure_step(release.sample_rate, loss) * (1.0 + 4e-15)
         return total
 
-    def _domination(self) -> Composition | None:
-        if self.bound != "tight":
-            return None
+    def _pairs(self, pair_of: Callable[[Release, str], Pair]) -> dict[Pair, int]:
         counts: dict[Pair, int] = {}
         for release, steps in self._costly():
-            pair = dominating_pair(release, self.mechanism)
+            pair = pair_of(release, self.mechanism)
             counts[pair] = counts.get(pair, 0) + steps
-        return Composition(counts)
+        return counts
+
+    def _comparison(self) -> Comparison | None:
+        if self.bound != "tight" or self.mechanism == "gaussian":
+            return None
+        return Comparison(self._pairs(compared_pair))
+
+    def _domination(self) -> Composition | None:
+        return Composition(self._pairs(dominating_pair)) if self.bound == "tight" else None
+
+    def _outdone(self, route: Composition, delta: float) -> bool:
+        """Whether domination surely loses to the comparison, whose pairs are closer together: a screen that saves
+        time, never validity. Measured: true where the parameters differ by 15 %, delta well below total variation."""
+        if self.mechanism != "laplace" or delta > 0.1 * route.total_variation():
+            return False
+        comparison = self._comparison()
+        if comparison is None or not comparison.usable(delta):
+            return False
+        closer = [
+            dominating_pair(r, "laplace").parameter >= 1.15 * compared_pair(r, "laplace").parameter
+            for r, _ in self._costly()
+        ]
+        return all(closer)
 
     def _epsilon_by_domination(self, delta: float, rival: float) -> float:
         route = self._domination()
-        if route is None or rival == 0.0 or not route.usable(delta) or route.hopeless(delta, rival):
+        if route is None or rival == 0.0 or not route.usable(delta):
+            return math.inf
+        if self._outdone(route, delta) or route.hopeless(delta, rival):
             return math.inf
         return route.epsilon(delta)
 

@@ -1,4 +1,4 @@
-r"""A second valid route: a Laplace step is dominated by a Gaussian one, whose composition is computed numerically.
+r"""The second valid route: a Laplace step is dominated by a Gaussian one, whose composition is computed numerically.
 
 One coordinate shifted by x scales is mu*(x)-GDP with :math:`\mu^*(x) = -2 \Phi^{-1}(e^{-x/2} / 2)` and no smaller
 mu; :math:`u \mapsto \mu^*(\sqrt u)^2` is concave, so a clipped step is :math:`\sqrt n \mu^*(\rho / \sqrt n)`-GDP.
@@ -136,7 +136,7 @@ class Composition:
 
     def usable(self, delta: float) -> bool:
         """Whether this route has an epsilon at ``delta``."""
-        return 0.0 < delta < 1.0 and (self._total_variation() <= delta or self._resolves(delta))
+        return 0.0 < delta < 1.0 and (self.total_variation() <= delta or self._resolves(delta))
 
     def _resolves(self, delta: float) -> bool:
         """Whether the numerical composition means something near ``delta``: not too far apart, above rounding."""
@@ -159,7 +159,7 @@ class Composition:
 
     def epsilon(self, delta: float) -> float:
         """Upper bound on epsilon at ``delta`` (which :meth:`usable` accepted)."""
-        if self._total_variation() <= delta:
+        if self.total_variation() <= delta:
             return 0.0
         if not self._sampled:
             return gdp_epsilon(self._gaussian, delta)
@@ -169,7 +169,7 @@ class Composition:
 
     def delta(self, eps: float, rival: float = 1.0) -> float:
         """Upper bound on delta at ``eps``; at worst ``rival``, an upper bound known otherwise."""
-        best = min(rival, self._total_variation())
+        best = min(rival, self.total_variation())
         if not self._resolves(min(best, 0.5)):
             return best
         if not self._sampled:
@@ -178,7 +178,8 @@ class Composition:
             value = float(self._pld().get_delta_for_epsilon(eps))
         return min(best, value + self._slack())
 
-    def _total_variation(self) -> float:
+    def total_variation(self) -> float:
+        """Upper bound on the total variation distance, the sum over steps; may exceed 1."""
         sampled = sum(t * p.total_variation for p, t in self._sampled.items())
         return sampled + math.erf(self._gaussian / math.sqrt(8.0)) * (1.0 + 1e-15)
 
