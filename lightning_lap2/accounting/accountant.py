@@ -48,7 +48,8 @@ class MajorizedAccountant:
     may differ from step to step. Every number returned is an upper bound, except under ``bound="published"``.
 
     Args:
-        bound: ``"tight"`` (exact moments of the worst gradient, and every valid sharpening), ``"joint"`` (the
+        bound: ``"tight"`` (the smallest of three valid routes: exact moments of the worst
+            gradient, comparison with and domination by Gaussian steps), ``"joint"`` (the
             paper's majorization set with one coin; looser) or ``"published"`` (Theorem III.7 as printed, which is
             not a valid bound: it warns).
         mechanism: ``"laplace"`` (l2 clipping), ``"gaussian"`` (l2 clipping) or ``"laplace_l1"`` (l1 clipping);
@@ -145,8 +146,9 @@ class MajorizedAccountant:
     def _quick_epsilon(self, delta: float) -> float:
         value = min(self._epsilon_by_orders(delta), pure_epsilon(self._pure(), delta))
         comparison = self._comparison()
-        usable = value > 0.0 and comparison is not None and comparison.usable(delta)
-        return min(value, comparison.epsilon(delta)) if usable and comparison else value
+        if value > 0.0 and comparison is not None and comparison.usable(delta):
+            value = min(value, comparison.epsilon(delta))
+        return value
 
     def delta(self, *, eps: float) -> float:
         """Smallest provable delta at ``eps``, in [0, 1]."""
@@ -386,11 +388,11 @@ class MajorizedAccountant:
         comparison = self._comparison()
         if comparison is None or not comparison.usable(delta):
             return False
-        closer = [
-            dominating_pair(r, "laplace").parameter >= 1.15 * compared_pair(r, "laplace").parameter
-            for r, _ in self._costly()
-        ]
-        return all(closer)
+        releases = [release for release, _ in self._costly()]
+        return all(
+            dominating_pair(r, self.mechanism).parameter >= 1.15 * compared_pair(r, self.mechanism).parameter
+            for r in releases
+        )
 
     def _epsilon_by_domination(self, delta: float, rival: float) -> float:
         route = self._domination()

@@ -74,7 +74,7 @@ def calibrate_noise_multiplier(
     def cost(m: float) -> float:
         return composed(m).epsilon(delta=delta)
 
-    def cost_by_moments(m: float) -> float:
+    def quick_cost(m: float) -> float:
         return composed(m)._epsilon_without_domination(delta)
 
     if cost(0.0) <= eps:
@@ -83,8 +83,8 @@ def calibrate_noise_multiplier(
         beside = " with what is released beside (extra_blocks)" if extra_blocks else ""
         raise _no_noise_serves(eps, delta, f"what was released before costs more{beside}")
     start = _first_guess(eps, delta, sample_rate, steps)
-    # Cheap first: the moments alone bracket the answer from above; the slow route can only lower it.
-    above = smallest_safe(cost_by_moments, eps, start, _RTOL)
+    # Cheap first: the quick routes bracket the answer from above; the slow one can only lower it.
+    above = smallest_safe(quick_cost, eps, start, _RTOL)
     if bound != "tight" and above < math.inf:
         return above
     if above < math.inf and cost(above / (1.0 + _RTOL)) > eps:

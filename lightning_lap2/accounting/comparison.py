@@ -77,7 +77,7 @@ class Comparison:
     """
 
     def __init__(self, counts: Mapping[Pair, int]) -> None:
-        square = math.fsum(t * p.parameter**2 for p, t in counts.items() if p.rate == 1.0)
+        square = math.fsum(t * (p.parameter * p.parameter) for p, t in counts.items() if p.rate == 1.0)
         self._counts = {p: t for p, t in counts.items() if p.rate < 1.0 and t}
         if square > 0.0:  # Gaussian steps without sampling are one Gaussian step
             self._counts[Pair(math.sqrt(square) * (1.0 + 1e-15), 1.0)] = 1
@@ -133,6 +133,7 @@ class _Functional:
     def __init__(self, law: RatioLaw) -> None:
         self._law = law
         self.size = law.weight.size
+        self._fits = self.size * law.width < 650.0  # else the largest ratios overflow
         self._table = _integral(np.minimum(np.arange(self.size) * law.width, 650.0))
 
     def log_c(self, index: int) -> float:
@@ -140,7 +141,7 @@ class _Functional:
 
     def __call__(self, index: int) -> float:
         log_c = self.log_c(index)
-        if log_c > 650.0:
+        if log_c > 650.0 or not self._fits:
             return math.inf
         inside = math.exp(log_c) * float(self._law.weight[index:] @ self._table[: self.size - index])
         log_missing = self._law.log_missing + _LOG_TAIL_CONSTANT + (1.0 - TAIL_ORDER) * log_c

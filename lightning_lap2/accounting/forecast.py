@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.float64]
 
-_COARSE, _FINE = 24, 48
+_COARSE, _FINE = 20, 32
 
 
 class EpsilonForecast:
@@ -52,7 +52,7 @@ class EpsilonForecast:
 
 
 def build_forecast(accountant: MajorizedAccountant, release: Release, steps: int, delta: float) -> EpsilonForecast:
-    """Evaluate the accountant on a grid of at most 75 points: see :class:`EpsilonForecast`."""
+    """Evaluate the accountant on a grid of at most 55 points: see :class:`EpsilonForecast`."""
     grid = _grid(steps)
     values = [accountant._with(release, k).epsilon(delta=delta) for k in grid]
     intercepts, slopes = _lines(accountant, release, delta)

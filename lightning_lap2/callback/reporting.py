@@ -18,7 +18,8 @@ _ALWAYS = (
     "Validation, checkpoint selection, early stopping and hyperparameter search on private data are not covered.",
     "The guarantee is for one example of the data set (not for a user with several, not for replacing one), and "
     "takes the number of examples and the batch size as public.",
-    "The proof is in real arithmetic; outputs are floating point numbers (docs/guarantee.md says what that assumes).",
+    "The proof is in real arithmetic, the outputs are floating point numbers: whoever knows all other records to the "
+    "last bit and sees exact released sums can learn more than epsilon says (docs/guarantee.md, section 11).",
 )
 
 

@@ -169,7 +169,9 @@ def one_coordinate_loss(x: float, rate: float, width: float) -> tuple[int, Array
     return int(index.min()), np.bincount(index - index.min(), weights=upper / max(1.0, upper.sum()))
 
 
-@pytest.mark.parametrize(("m", "rate", "steps", "width"), [(0.8, 0.1, 60, 1e-3), (0.3, 0.02, 30, 1e-3), (2.0, 1, 8, 1e-3)])
+@pytest.mark.parametrize(
+    ("m", "rate", "steps", "width"), [(0.8, 0.1, 60, 1e-3), (0.3, 0.02, 30, 1e-3), (2.0, 1, 8, 1e-3)]
+)
 def test_never_below_one_coordinate(m: float, rate: float, steps: int, width: float) -> None:
     """The exact composition of a single gradient, rounded down, is a lower bound on the truth; every dimension."""
     first, one = one_coordinate_loss(1.0 / m, rate, width)

@@ -1,0 +1,183 @@
+"""python -m benchmarks.tightness: each route to epsilon against the exact epsilon of single gradients.
+
+Writes docs/tightness.csv, the tables of docs/tightness.md and docs/img/tightness.png. Rows that the CSV already has are
+not computed again; ``--fresh`` starts over. The lower bounds are in :mod:`benchmarks.lower`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import math
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from benchmarks.lower import even_spread_epsilon, one_coordinate_epsilon
+from lightning_lap2.accounting import MajorizedAccountant, calibrate_noise_multiplier
+
+DELTA = 1e-5
+RATES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+STEPS = (10, 100, 1_000, 10_000, 100_000)
+ROUTES = ("tight", "comparison", "moments", "domination", "joint", "published")
+COLOURS = {"comparison": "#1b7fbd", "moments": "#d95f02", "domination": "#2a9d5c", "joint": "#8a6fb5"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Epsilon at ``DELTA`` of ``steps`` releases: two lower bounds, then a column per route."""
+
+    dimension: int
+    rate: float
+    steps: int
+    multiplier: float
+    one_coordinate: float
+    even_spread: float
+    tight: float
+    comparison: float
+    moments: float
+    domination: float
+    joint: float
+    published: float
+
+    @property
+    def lower(self) -> float:
+        return max(self.one_coordinate, self.even_spread)
+
+
+def settings() -> list[tuple[int, float, int, float]]:
+    """(dimension, rate, steps, epsilon that the noise is calibrated for)."""
+    every = [(26_010, q, t, 1.0) for q, t in itertools.product(RATES, STEPS)]
+    wide = [(10**6, q, t, 1.0) for q, t in itertools.product(RATES, STEPS[::2])]
+    other = [(26_010, 1e-2, t, eps) for eps, t in itertools.product((0.1, 8.0), STEPS[::2])]
+    return every + wide + other
+
+
+def measure(dimension: int, rate: float, steps: int, multiplier: float) -> Row:
+    release = {"noise_multiplier": multiplier, "sample_rate": rate, "dimension": dimension, "steps": steps}
+
+    def charged(bound: str) -> MajorizedAccountant:
+        accountant = MajorizedAccountant(bound=bound)
+        accountant.step(**release)
+        return accountant
+
+    tight = charged("tight")
+    comparison, domination = tight._comparison(), tight._domination()
+    assert comparison is not None and domination is not None
+    return Row(
+        dimension, rate, steps, multiplier,
+        one_coordinate_epsilon(multiplier, rate, steps, DELTA),
+        even_spread_epsilon(multiplier, rate, steps, dimension, DELTA),
+        tight.epsilon(delta=DELTA),
+        comparison.epsilon(DELTA) if comparison.usable(DELTA) else math.inf,
+        tight._epsilon_by_orders(DELTA),
+        domination.epsilon(DELTA) if domination.usable(DELTA) else math.inf,
+        charged("joint").epsilon(delta=DELTA),
+        charged("published").epsilon(delta=DELTA),
+    )  # fmt: skip
+
+
+def multiplier_for(dimension: int, rate: float, steps: int, eps: float) -> float:
+    """The calibrated noise multiplier, rounded to three digits."""
+    exact = calibrate_noise_multiplier(eps=eps, delta=DELTA, sample_rate=rate, steps=steps, dimension=dimension)
+    return float(f"{exact:.3g}")
+
+
+def read(path: Path) -> list[Row]:
+    kinds = {"dimension": int, "steps": int}
+    with path.open(newline="") as file:
+        return [Row(**{k: kinds.get(k, float)(v) for k, v in row.items()}) for row in csv.DictReader(file)]
+
+
+def complete(path: Path, eps_of: dict[tuple[int, float, int, float], float]) -> list[Row]:
+    """Every row of :func:`settings`, computing and appending those that ``path`` lacks."""
+    rows = read(path) if path.exists() else []
+    done = {(r.dimension, r.rate, r.steps, r.multiplier): r for r in rows}
+    if not rows:
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerow([f.name for f in fields(Row)])
+    result = []
+    for number, setting in enumerate(settings(), 1):
+        dimension, rate, steps, eps = setting
+        key = (dimension, rate, steps, multiplier_for(dimension, rate, steps, eps))
+        eps_of[key] = eps
+        if key not in done:
+            start = time.process_time()
+            done[key] = measure(*key)
+            with path.open("a", newline="") as file:
+                csv.writer(file).writerow([f"{v:.6g}" for v in asdict(done[key]).values()])
+            seconds = time.process_time() - start
+            print(f"{number} of {len(settings())}: {key} {seconds:.1f} s", file=sys.stderr, flush=True)
+        result.append(done[key])
+    return result
+
+
+def table(rows: list[Row]) -> str:
+    """Lower bounds, then each route and how far it is above the larger of them."""
+    heads = ["q", "T", "m", "one coordinate", "even spread", *ROUTES[:-1], "published (not a bound)"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in rows:
+        cells = [f"{row.rate:g}", f"{row.steps:,}", f"{row.multiplier:g}"]
+        cells += [_digits(row.one_coordinate), _digits(row.even_spread)]
+        for route in ROUTES:
+            value = getattr(row, route)
+            cells.append(_digits(value) + (f" ({100 * (value / row.lower - 1):+.0f} %)" if value < math.inf else ""))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _digits(value: float) -> str:
+    return "–" if math.isinf(value) else f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Route over lower bound against T, a panel per sampling rate."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.5, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(RATES), sharey=True)
+    for axes, rate in zip(panels, RATES, strict=True):
+        mine = sorted((r for r in rows if r.rate == rate), key=lambda r: r.steps)
+        for route, colour in COLOURS.items():
+            points = [(r.steps, getattr(r, route) / r.lower) for r in mine if getattr(r, route) < math.inf]
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-", color=colour, label=route, markersize=4, linewidth=1.6)
+        axes.axhline(1.0, color="#555555", linewidth=1.0)
+        axes.set(xscale="log", yscale="log", xlabel="steps T", title=f"q = {rate:g}", ylim=(0.95, 12.0))
+        axes.set_yticks([1, 1.5, 2, 3, 5, 10], ["1", "1.5", "2", "3", "5", "10"])
+        axes.minorticks_off()
+        axes.grid(True, color="#dddddd", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("epsilon / lower bound")
+    panels[0].legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fresh", action="store_true", help="forget rows computed before")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    docs = Path(__file__).parent.parent / "docs"
+    cache = docs / "tightness.csv"
+    if arguments.fresh:
+        cache.unlink(missing_ok=True)
+    eps_of: dict[tuple[int, float, int, float], float] = {}
+    rows = complete(cache, eps_of)
+    groups = {
+        f"n = {n:,}, noise calibrated for epsilon = {eps:g}": [
+            r for r in rows if r.dimension == n and eps_of[(n, r.rate, r.steps, r.multiplier)] == eps
+        ]
+        for n, eps in ((26_010, 1.0), (10**6, 1.0), (26_010, 0.1), (26_010, 8.0))
+    }
+    print("\n\n".join(f"**{title}**\n\n{table(group)}" for title, group in groups.items()))
+    (docs / "img").mkdir(exist_ok=True)
+    plot(next(iter(groups.values())), docs / "img" / "tightness.png")
+
+
+if __name__ == "__main__":
+    main()
