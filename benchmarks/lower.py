@@ -39,22 +39,26 @@ def even_spread_epsilon(m: float, rate: float, steps: int, dimension: int, delta
     x = 1.0 / (m * math.sqrt(dimension))
     down, up = 0.5 * math.exp(-x), 0.5
     mean = dimension * (up - down)
-    reach = math.ceil(12.0 * math.sqrt(dimension))
+    reach = math.ceil((10.0 + 1.0 / m) * math.sqrt(dimension))
     size = fft.next_fast_len(2 * reach + 1, real=True)
     one = np.zeros(size)
     one[[0, 1, -1]] = -0.5 * math.expm1(-x), up, down
     mass = fft.irfft(fft.rfft(one) ** dimension, size)
     first = round(mean) - reach
     index = first + np.arange(size)
-    mass = np.maximum(mass[index % size] - 1e-15, 0.0)  # the transform's rounding, off
-    kept = np.abs(index) <= dimension
+    mass = np.maximum(mass[index % size], 0.0)
+    kept = (np.abs(index) <= reach - abs(first + reach)) & (np.abs(index) <= dimension)  # as far down as up
     return _composed(index[kept] * x, mass[kept], rate, steps, delta)
 
 
 def _composed(loss: Array, upper: Array, rate: float, steps: int, delta: float) -> float:
     """Lower bound on epsilon of ``steps`` sampled steps whose loss without sampling is ``loss`` with probability
-    ``upper`` under the shifted measure; mass that is missing from ``upper`` counts as loss -inf."""
-    mass = upper * (rate + (1.0 - rate) * np.exp(-loss)) if rate < 1.0 else upper
+    ``upper`` under the shifted measure; mass that is missing from ``upper`` counts as loss -inf.
+
+    ``loss`` is symmetric about 0, and so is the pair: under the base measure the probabilities are those of -loss.
+    """
+    upper = upper / max(1.0, float(upper.sum()))
+    mass = rate * upper + (1.0 - rate) * upper[::-1]
     sampled = np.log1p(rate * np.expm1(np.minimum(loss, 600.0))) if rate < 1.0 else loss
     kept = mass > 0.0
     mass, sampled = mass[kept], sampled[kept]

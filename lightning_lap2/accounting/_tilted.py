@@ -128,7 +128,7 @@ class _Step:
     mass: Array
 
     def losses(self) -> Array:
-        return (self.first + np.arange(self.mass.size)) * self.width
+        return np.arange(self.first, self.first + self.mass.size, dtype=np.float64) * self.width
 
     def log_moment(self, order: float) -> float:
         """log E[A^order]."""
@@ -145,10 +145,10 @@ def _single_step(pair: Pair, width: float, reach: float) -> _Step:
     q, mu = pair.rate, pair.parameter
     first = math.floor(_log_ratio(pair, -9.5) / width)
     last = math.ceil(_log_ratio(pair, reach) / width)
-    losses = np.arange(first, last + 1) * width
+    losses: Array = np.arange(first, last + 1, dtype=np.float64) * width
     excess = np.expm1(losses) / q  # r - 1 at the points; below -1 where log A would be below log(1 - q)
     with np.errstate(divide="ignore"):
-        z = ((losses if q == 1.0 else np.log1p(np.maximum(excess, -1.0))) + 0.5 * mu * mu) / mu
+        z: Array = ((losses if q == 1.0 else np.log1p(np.maximum(excess, -1.0))) + 0.5 * mu * mu) / mu
     mass, shifted = _cells(z), _cells(z - mu)  # probability of each cell, and its share of E[r]
     gap = np.exp(losses[:-1]) * (math.expm1(width) / q)  # of r between neighbours
     upper = np.clip(((shifted - mass) - excess[:-1] * mass) / gap, 0.0, mass)
