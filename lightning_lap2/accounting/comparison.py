@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,7 @@ _LOG_TAIL_CONSTANT = math.log(3.5)
 """G(x) <= 3.5 e^{5x/4}: the maximum of (x^2/2 - x + 1) e^{-x/4} is 3.43, at x = 8.87."""
 
 
+@lru_cache(maxsize=1024)
 def comparable_parameter(n: float, rho: float) -> float:
     """mu of the Gaussian step with which an l2-clipped Laplace step is compared; see the module.
 
