@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,16 +38,17 @@ class EpsilonForecast:
         self.steps = grid[-1]
         self._grid = grid
         self._values = [float(v) for v in np.minimum.accumulate(np.asarray(values)[::-1])[::-1]]
-        self._intercepts = intercepts
-        self._slopes = slopes
+        self._lines, self._from = _envelope(intercepts, slopes, self.steps)
 
     def epsilon(self, k: int) -> float:
         """Upper bound on epsilon after ``k`` further steps; nondecreasing in k, exact at k = ``steps``."""
         if not 0 <= k <= self.steps:
             raise ValueError(f"k must be an integer in [0, {self.steps}], got {k!r}")
         value = self._values[bisect_left(self._grid, k)]
-        if self._slopes.size:
-            value = min(value, max(0.0, float((self._intercepts + k * self._slopes).min())))
+        # every line is an upper bound; the neighbours of the lowest, in case rounding moved where they cross
+        i = bisect_right(self._from, k)
+        for intercept, slope in self._lines[max(0, i - 2) : i + 1]:
+            value = min(value, max(0.0, intercept + k * slope))
         return value
 
 
@@ -57,6 +58,26 @@ def build_forecast(accountant: MajorizedAccountant, release: Release, steps: int
     values = [accountant._with(release, k).epsilon(delta=delta) for k in grid]
     intercepts, slopes = _lines(accountant, release, delta)
     return EpsilonForecast(delta, grid, values, intercepts, slopes)
+
+
+def _envelope(intercepts: Array, slopes: Array, steps: int) -> tuple[list[tuple[float, float]], list[float]]:
+    """The lines (intercept, slope) that are lowest somewhere on [0, ``steps``], from left to right, and where each
+    begins to be."""
+    lines: list[tuple[float, float]] = []
+    begins: list[float] = []
+    at = 0.0
+    while intercepts.size and at <= steps:
+        values = intercepts + at * slopes
+        meeting = np.flatnonzero(values == values.min())
+        lowest = int(meeting[slopes[meeting].argmin()])  # of lines that meet here the one that is lower from here on
+        lines.append((float(intercepts[lowest]), float(slopes[lowest])))
+        begins.append(at)
+        flatter = slopes < slopes[lowest]
+        crossings = (intercepts[flatter] - intercepts[lowest]) / (slopes[lowest] - slopes[flatter])
+        intercepts, slopes = intercepts[flatter], slopes[flatter]
+        if crossings.size:
+            at = max(at, float(crossings.min()))
+    return lines, begins
 
 
 def _grid(steps: int) -> list[int]:

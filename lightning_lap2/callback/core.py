@@ -21,6 +21,7 @@ from lightning_lap2.callback.reporting import make_report
 from lightning_lap2.callback.resume import Resumed
 from lightning_lap2.callback.session import FitSession
 from lightning_lap2.callback.settings import Settings
+from lightning_lap2.callback.stepvalue import StepValue
 from lightning_lap2.report import PrivacyReport, write_report
 
 # ``None`` until fit has started.
@@ -78,6 +79,8 @@ class Lap2Core:
         self._ledger = Ledger(self.settings)
         self._session: FitSession | None = None
         self._probe: Probe | None = None
+        self._logged = StepValue("privacy/epsilon", prog_bar=True)
+        self._logged_threshold = StepValue("privacy/max_grad_norm")
         self._facts: dict[str, Any] = {}
 
     # -- what can be read -----------------------------------------------------------------------------------------
@@ -261,11 +264,10 @@ class Lap2Core:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._session is not None
         if not trainer.barebones:
-            # not on_epoch: that would be an average of epsilon over the epoch
-            pl_module.log("privacy/epsilon", self.epsilon, on_step=True, on_epoch=False, prog_bar=True)
+            self._logged.log(trainer, pl_module, self._session.spending.epsilon)
             if self.settings.clipping == "adaptive":
                 # a function of noised counts
-                pl_module.log("privacy/max_grad_norm", self.clipping_threshold, on_step=True, on_epoch=False)
+                self._logged_threshold.log(trainer, pl_module, self.clipping_threshold)
         self._session.check_feedback()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

@@ -109,9 +109,8 @@ class PoissonBatchSampler(WindowedBatchSampler):
         # Floyd's algorithm where count is small, a tail shuffle where the shard is at most 50 times as large.
         local = coins.choice(self._shard, count, replace=False, shuffle=True) if count else np.empty(0, np.int64)
         drawn = self.rank + self.world_size * local
-        return [
-            (part.tolist(), len(part)) if len(part) else ([self._template], 0) for part in np.array_split(drawn, parts)
-        ]
+        dealt = [drawn] if parts == 1 else np.array_split(drawn, parts)
+        return [(part.tolist(), len(part)) if len(part) else ([self._template], 0) for part in dealt]
 
     def _coins(self, release: int) -> np.random.Generator:
         """The generator of one draw: 128 secret bits as key, 128 as upper half of the counter."""
@@ -120,5 +119,7 @@ class PoissonBatchSampler(WindowedBatchSampler):
         else:
             text = f"lightning-lap2/v1/poisson|seed={self.seed:d}|release={release:d}|rank={self.rank:d}"
             secret = hashlib.shake_256(text.encode()).digest(32)
-        key, high = (int.from_bytes(half, "little") for half in (secret[:16], secret[16:]))
-        return np.random.Generator(np.random.Philox(key=key, counter=high << 128))
+        words = np.frombuffer(secret, "<u8").astype(np.uint64)  # least significant first
+        counter = np.zeros(4, np.uint64)
+        counter[2:] = words[2:]
+        return np.random.Generator(np.random.Philox(key=words[:2], counter=counter))
