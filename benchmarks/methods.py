@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import torch
@@ -113,6 +115,37 @@ def opacus_ghost(workload: Workload) -> StepFunction:
     return step
 
 
+def fastdp(mode: str) -> Callable[[Workload], StepFunction]:
+    """fastDP's book-keeping clipping in its ``MixOpt`` or ``ghost`` mode, with its ghost differentiation trick: only
+    the first layer's bias (or weight) asks autograd for a gradient. Parameters outside layers stay as they are."""
+
+    def build(workload: Workload) -> StepFunction:
+        from fastDP import PrivacyEngine
+
+        module, (x, y) = _trainable_by_opacus(workload)
+        net: nn.Module = module.net
+        optimizer = torch.optim.SGD(net.parameters(), _LEARNING_RATE)
+        names = [name for name, parameter in net.named_parameters() if parameter.requires_grad]
+        first = names[0].rpartition(".")[0]
+        origin = f"{first}.bias" if f"{first}.bias" in names else names[0]
+        with redirect_stdout(StringIO()):  # it announces itself
+            engine = PrivacyEngine(
+                net, batch_size=workload.size, sample_size=1000 * workload.size, epochs=1, noise_multiplier=_NOISE,
+                max_grad_norm=1.0, clipping_mode=mode, clipping_fn="Abadi", origin_params=[origin],
+            )  # fmt: skip
+            engine.attach(optimizer)
+        criterion = MeanLoss()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            criterion(net(x), y).backward()
+            optimizer.step()
+
+        return step
+
+    return build
+
+
 METHODS: dict[str, Callable[[Workload], StepFunction]] = {
     "plain": plain,
     "ghost": ours("ghost"),
@@ -122,9 +155,13 @@ METHODS: dict[str, Callable[[Workload], StepFunction]] = {
     "opacus-functorch": opacus_mode("functorch"),
     "opacus-ew": opacus_mode("ew"),
     "opacus-ghost": opacus_ghost,
+    "fastdp-mixopt": fastdp("MixOpt"),
+    "fastdp-ghost": fastdp("ghost"),
 }
+_PACKAGES = {"opacus": "opacus", "fastdp": "fastDP"}
 
 
 def available(method: str) -> bool:
     """Whether the packages of a method can be imported."""
-    return not method.startswith("opacus") or importlib.util.find_spec("opacus") is not None
+    package = _PACKAGES.get(method.partition("-")[0])
+    return package is None or importlib.util.find_spec(package) is not None

@@ -31,7 +31,8 @@ class Lap2Privacy(Lap2Core, pl.Callback):
             ``"adaptive"``: C follows a quantile of the gradients' norms by a noisy count, which the budget pays for.
         engine: ``"vmap"`` (per-example gradients by ``torch.func``), ``"ghost"`` (one backward, no per-example
             gradients kept: less memory, faster for wide layers), ``"loop"`` (one example at a time: slow, runs
-            anything).
+            anything), ``"auto"`` (``"ghost"`` where the check at fit start accepts it, else ``"vmap"``; the choice is
+            printed and stands in the report).
         chunk_size: examples per vmap call; ``None``: chosen. Speed and memory only.
         augmentations: K views per example (De et al. 2022, arXiv 2204.13650, "augmentation multiplicity"). The data
             set is asked K times for each drawn record, so that its random transforms give K views; ``training_step``

@@ -44,7 +44,7 @@ class Lap2Core:
         bound: Literal["tight", "joint", "published"] = "tight",
         sampling: Literal["poisson", "none"] = "poisson",
         clipping: Literal["flat", "automatic", "per_layer", "adaptive"] = "flat",
-        engine: Literal["vmap", "ghost", "loop"] = "vmap",
+        engine: Literal["vmap", "ghost", "loop", "auto"] = "vmap",
         chunk_size: int | None = None,
         augmentations: int = 1,
         noise_source: Literal["auto", "aes", "torch"] = "auto",
@@ -198,7 +198,7 @@ class Lap2Core:
         assert session is not None
         session.check_before_training()
         session.open_journal()
-        self._facts["caveats"] = session.checked.notes
+        self._facts["caveats"], self._facts["engine"] = session.checked.notes, session.engine.name
         for logger in trainer.loggers:
             logger.log_hyperparams(
                 {
@@ -234,7 +234,7 @@ class Lap2Core:
             + ("" if self.settings.clipping == "flat" else f", {self.settings.clipping} clipping")
             + "), sample rate "
             f"{facts.sample_rate:.6g}, planned steps {'unlimited' if math.isinf(steps) else int(steps)}, "
-            f"n={session.window.layout.numel:,} trainable parameters, engine {session.engine.name!r}, noise source "
+            f"n={session.window.layout.numel:,} trainable parameters, engine {self.settings.engine!r}, noise source "
             f"{session.noise.name!r}"
             + (f", {self.settings.augmentations} views per example" if self.settings.augmentations > 1 else "")
             + (f", {self.steps} earlier releases" if self.steps else "")

@@ -47,7 +47,7 @@ def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> Pr
         steps=ledger.releases,
         planned_steps=facts.get("planned_steps"),
         best_order=ledger.accountant.best_order(settings.delta) if ledger.accountant.steps else None,
-        engine=settings.engine,
+        engine=facts.get("engine", settings.engine),
         augmentations=settings.augmentations,
         noise_source=facts.get("noise_source"),
         noise_seed=settings.noise_seed,

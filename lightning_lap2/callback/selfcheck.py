@@ -28,11 +28,15 @@ class Checked:
         logged_names: what ``training_step`` logs.
         identical_views: the views of each record looked at are the same to the bit, and ``training_step`` draws
             nothing at random that could make them differ.
+        engine: the engine that was looked at; empty where there was nothing to look at.
+        compared: its sums were compared with plain autograd's.
     """
 
     notes: tuple[str, ...] = ()
     logged_names: frozenset[str] = frozenset()
     identical_views: bool = False
+    engine: str = ""
+    compared: bool = False
 
 
 def check_step(
@@ -76,7 +80,13 @@ def check_step(
         identical = identical_views(loader.dataset, indices, views, batch_of)
         records = [[loader.dataset[index] for _ in range(views)] for index in indices]
     result = preflight(engine, module, layout, records=records, collate=collate, call=call, views=views)
-    return Checked(result.notes, result.logged_names, identical and not result.random)
+    return Checked(
+        result.notes,
+        result.logged_names,
+        identical and not result.random,
+        engine=engine.name,
+        compared="agreement" in result.checked,
+    )
 
 
 def _unlike_records(dataset: Any, collate: Callable[[list[Any]], Any]) -> tuple[list[int], list[Any]]:

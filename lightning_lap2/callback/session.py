@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_lap2.callback import refusals
 from lightning_lap2.callback.adaptive import AdaptiveThreshold, dear_count
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
+from lightning_lap2.callback.enginechoice import choose_engine
 from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.patches import Patches, muted_loggers
@@ -242,7 +243,7 @@ class FitSession:
                     facts.num_examples,
                     facts.expected_batch_size,
                 )
-        self.engine = make_engine(settings.engine, self.module, chunk_size=settings.chunk_size)
+        self.engine = self._engine(settings.engines[-1])
         self.noise = make_noise_source(
             settings.noise_source, layout.device, seed=settings.noise_seed, rank=trainer.global_rank
         )
@@ -360,30 +361,42 @@ class FitSession:
                 f"the parameter {lost} holds NaN or infinite values before the first step: every gradient would be "
                 "dropped and the budget spent on noise; initialise it, or load a sound checkpoint"
             )
-        assert self.data is not None
         if self._probe is not None and self._probe.checked is not None:
             self.checked = self._probe.checked
+            self.engine = self._engine(self.checked.engine or self.engine.name)
         else:
-            self._check_step(self.data)
+            self._choose_engine()
         if self._probe is not None:
             self._probe.checked = self.checked
         self._refuse_feedback(self.checked.logged_names)
 
-    def _check_step(self, data: TrainingData) -> None:
-        with muted_loggers(self.trainer, self.pl), self._user_code():
-            self.checked = check_step(
-                self.trainer,
-                self.module,
-                self.engine,
-                self.window.layout,
-                data.source,
-                views=self.settings.augmentations,
-            )
+    def _choose_engine(self) -> None:
+        everyone = self.trainer.strategy.reduce_boolean_decision
+        with muted_loggers(self.trainer, self.pl):
+            choice = choose_engine(self.settings.engines, self._engine, self._check_step, everyone)
+        self.engine, self.checked = choice.engine, choice.checked
+        if self.settings.engine == "auto":
+            self._say(f"engine='auto' chose {self.engine.name!r}{''.join(f'; {why}' for why in choice.passed_over)}")
         if self.checked.identical_views:
             self._warn(
                 f"augmentations={self.settings.augmentations}, but all views of each record looked at are identical: "
                 "every view costs time and adds nothing. Put random transforms into the data set's __getitem__, "
                 "collate_fn or on_after_batch_transfer, or use augmentations=1"
+            )
+
+    def _engine(self, name: str) -> Engine:
+        return make_engine(name, self.module, chunk_size=self.settings.chunk_size)
+
+    def _check_step(self, engine: Engine) -> Checked:
+        assert self.data is not None
+        with self._user_code():
+            return check_step(
+                self.trainer,
+                self.module,
+                engine,
+                self.window.layout,
+                self.data.source,
+                views=self.settings.augmentations,
             )
 
     def open_journal(self) -> None:

@@ -11,7 +11,7 @@ from lightning_lap2.mechanism import CLIPPINGS, MECHANISMS, ClippingName, Mechan
 
 Bound = Literal["tight", "joint", "published"]
 Sampling = Literal["poisson", "none"]
-EngineName = Literal["vmap", "ghost", "loop"]
+EngineName = Literal["vmap", "ghost", "loop", "auto"]
 NoiseSourceName = Literal["auto", "aes", "torch"]
 
 TARGET_QUANTILE = 0.5
@@ -68,7 +68,7 @@ class Settings:
         _validate.choice("bound", self.bound, ("tight", "joint", "published"))
         _validate.choice("sampling", self.sampling, ("poisson", "none"))
         _validate.choice("clipping", self.clipping, CLIPPINGS)
-        _validate.choice("engine", self.engine, ("vmap", "ghost", "loop"))
+        _validate.choice("engine", self.engine, ("vmap", "ghost", "loop", "auto"))
         _validate.choice("noise_source", self.noise_source, ("auto", "aes", "torch"))
         _validate.boolean("assume_nothing_spent", self.assume_nothing_spent)
         _validate.boolean("allow_feedback", self.allow_feedback)
@@ -151,6 +151,16 @@ class Settings:
                 "noise_multiplier, or None to calibrate it, or eps=inf for a run without privacy"
             )
         self.mechanism_with(self.noise_multiplier)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The engines to try, in order. ``"auto"`` is ghost where its trial accepts the model, else vmap; vmap at once
+        where a setting has a meaning for vmap only."""
+        if self.engine != "auto":
+            return (self.engine,)
+        if self.mechanism == "laplace_l1" or self.chunk_size is not None:
+            return ("vmap",)
+        return ("ghost", "vmap")
 
     def mechanism_with(
         self,
