@@ -68,12 +68,21 @@ def gram_squares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         a, b: ``[B, T, p]``, ``[B, T, q]``.
     """
+    length = a.shape[1]
+    over = length % _TILE
+    if a.device.type == "cpu" and length > _TILE and 0 < over <= _FEW:
+        whole, rest = (a[:, : length - over], b[:, : length - over]), (a[:, length - over :], b[:, length - over :])
+        (squares, own), (more, own_more) = gram_squares(*whole), gram_squares(*rest)
+        return squares + more + 2 * gram_product(*whole, *rest), own + own_more
     left, right = torch.bmm(a, a.transpose(1, 2)), torch.bmm(b, b.transpose(1, 2))
     products = left.mul_(right)
     own = products.diagonal(dim1=1, dim2=2).double().sum(dim=1)
     return products.sum(dim=2).double().sum(dim=1), own
 
 
+_TILE, _FEW = 16, 4
+"""A CPU's matrix kernels work in tiles of 16 columns: up to 4 positions too many (a class token beside 64 patches) are
+taken by themselves, which saves up to a seventh of the time."""
 CANCELLATION = 4.0
 """A Gram norm is recomputed in fp64 where D exceeds this multiple of it: the relative error of a norm then stays
 below 4 * 3u / 2 = 4e-7."""
