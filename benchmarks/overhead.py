@@ -13,6 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import accountants
+from benchmarks.document import replace_block
 from benchmarks.measure import machine
 from benchmarks.workloads import MeanLoss, tutorial_cnn
 from lightning_lap2 import Lap2Privacy
@@ -120,16 +122,21 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=["ghost", "vmap"], default=["ghost", "vmap"])
     parser.add_argument("--steps", type=int, default=200, help="steps of the fit (default: 200)")
     parser.add_argument("--no-accountants", action="store_true", help="leave the accountant's timings out")
+    parser.add_argument("--update", type=Path, metavar="FILE", help="write the tables into this document, in place")
     options = parser.parse_args()
     if options.steps <= WARM_UP:
         parser.error(f"--steps must exceed the {WARM_UP} that are left out")
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    print(machine())
+    written = [f"{machine()}; {options.steps} steps."]
+    print(written[0])
     for engine in options.engines:
         with tempfile.TemporaryDirectory() as folder:
-            print("\n" + share_table(run(engine, options.steps, folder), engine), flush=True)
+            written.append(share_table(run(engine, options.steps, folder), engine))
+            print("\n" + written[-1], flush=True)
+    if options.update:
+        replace_block(options.update, "python -m benchmarks.overhead", "\n\n".join(written))
     if not options.no_accountants:
         print()
         accountants.main()
