@@ -7,8 +7,9 @@ which is why the names below are loaded on first use.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from lightning_lap2._lazy import lazy
 from lightning_lap2._version import __version__
 
 if TYPE_CHECKING:
@@ -27,16 +28,4 @@ _HOMES = {
     "suggest_max_grad_norm": "lightning_lap2.gradients.norms",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy(__name__, _HOMES, __all__)

@@ -6,7 +6,9 @@ names below are loaded on first use.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_lap2._lazy import lazy
 
 if TYPE_CHECKING:
     from lightning_lap2.audit.auditing import audit
@@ -23,16 +25,4 @@ _HOMES = {
     "plot": "lightning_lap2.audit.plots",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy(__name__, _HOMES, __all__)

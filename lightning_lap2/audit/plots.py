@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_lap2.audit.bounds import GuessesBound, RatesBound
 from lightning_lap2.audit.result import AuditResult
+from lightning_lap2.figures.draw import require_matplotlib
 
 IN, OUT, CLAIM = "#1f77b4", "#ff7f0e", "#444444"
 
@@ -17,16 +18,13 @@ def plot(result: AuditResult, path: str | Path) -> Path:
     """Writes the picture to ``path``; its suffix (``.png``, ``.svg``, ``.pdf``) is the format.
 
     Raises:
-        ImportError: matplotlib is missing.
+        MissingMatplotlibError: matplotlib is missing.
         ValueError: a suffix that matplotlib does not write.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the plot needs matplotlib: pip install 'lightning-lap2[audit]'") from error
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(3, 1))
     _histogram(left, result)
     _bars(right, result)
@@ -72,6 +70,7 @@ def _bars(axes: Any, result: AuditResult) -> None:
         axes.axhline(claim, color=CLAIM, linestyle="--", label=f"claim {claim:.3g}")
         axes.legend(fontsize=8)
         top = max(top, claim)
+    axes.set_xlim(-1, 1)
     axes.set_ylim(0, 1.2 * top if top > 0 else 1)
     axes.set_ylabel(f"epsilon at delta = {result.delta:g}")
     axes.set_title("refuted" if result.violated else "not refuted", fontsize=10)

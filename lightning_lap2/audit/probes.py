@@ -45,6 +45,8 @@ class LeaveOut(Probe):
         self.absent = frozenset(slot for slot, k in self.slots.items() if not included[k])
 
     def begin(self, release: Release) -> None:
+        if not release.mechanism.noise_multiplier:
+            raise ValueError("noise_multiplier=0.0 claims an infinite epsilon: there is nothing to audit; give noise")
         self.release = release
 
     def released(self, values: Tensor) -> None:

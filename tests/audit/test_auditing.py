@@ -140,6 +140,8 @@ def test_refused_trainings() -> None:
         audit(training(engine="ghost", **LAP2))
     with pytest.raises(ValueError, match="clipping='automatic': audit with clipping='flat'"):
         audit(training(clipping="automatic", **LAP2))
+    with pytest.raises(ValueError, match="there is nothing to audit"):
+        audit(training(records=40, batch=20, noise_multiplier=0.0))
     with pytest.raises(ValueError, match="noise_seed=3 would give all runs one noise"):
         training(noise_seed=3)
     with pytest.raises(ValueError, match="sets the Trainer's callbacks, logger itself"):
