@@ -11,13 +11,14 @@ import numpy.typing as npt
 from torch.utils.data import DataLoader
 
 from lightning_lap2 import _validate
-from lightning_lap2.audit.bench import Bench, Training, with_dataset
+from lightning_lap2.audit.bench import Bench, Training
 from lightning_lap2.audit.bounds import guesses_bound, rates_bound
 from lightning_lap2.audit.canaries import CANARIES, CanaryKind, Relabelled, make_directions, mislabelled
 from lightning_lap2.audit.losses import LossWatch
 from lightning_lap2.audit.probes import GradientProbe, LeaveOut, Tick
 from lightning_lap2.audit.result import AuditResult
 from lightning_lap2.mechanism import Norm
+from lightning_lap2.sampling import rebuild_loader
 
 Array = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -182,7 +183,9 @@ class _Records:
         self.groups = np.zeros(count, dtype=np.int64)
         replaced = mislabelled(loader.dataset, self.slots, choose)
         self.records = [replaced[slot] for slot in self.slots]
-        self.loader = with_dataset(loader, Relabelled(loader.dataset, replaced))
+        if loader.batch_sampler is None:
+            raise ValueError("the train DataLoader has batch_size=None: give DataLoader(batch_size=...)")
+        self.loader = rebuild_loader(loader, loader.batch_sampler, Relabelled(loader.dataset, replaced))
 
     def run(self, run: int, coins: Bools, tick: Tick | None) -> Array:
         watch = LossWatch(self.records, self.loader.collate_fn)

@@ -18,7 +18,6 @@ from lightning_lap2.callback.rowcheck import seeded_generators
 from lightning_lap2.callback.selfcheck import Checked
 from lightning_lap2.gradients import ParameterLayout
 from lightning_lap2.report import PrivacyReport
-from lightning_lap2.sampling import rebuild_loader
 
 Array = npt.NDArray[np.float64]
 
@@ -141,13 +140,6 @@ class Bench:
                 f"a run's ledger {privacy.accountant} differs from the first run's {self._accountant}: the audited "
                 "runs must be alike; take what varies (early stopping, random schedules) out of the training"
             )
-
-
-def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
-    """``loader`` over ``dataset``, which must have the same length: the same order, batches and collate function."""
-    copy = rebuild_loader(loader, loader.batch_sampler)  # type: ignore[arg-type]
-    copy.__dict__["dataset"] = dataset
-    return copy
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from typing import Any
 
 from torch.utils.data import (
@@ -51,11 +51,16 @@ def check_loader(loader: object) -> None:
     _check_sampler(batches.sampler, size)
 
 
-def rebuild_loader(loader: DataLoader[Any], batch_sampler: Sampler[list[int]]) -> DataLoader[Any]:
+def rebuild_loader(
+    loader: DataLoader[Any], batch_sampler: Sampler[list[int]] | Iterable[list[int]], dataset: Any = None
+) -> DataLoader[Any]:
     """A ``DataLoader`` over the same data set that takes its batches from ``batch_sampler``.
 
-    Data set, collate function, workers and their settings, pinning, time-out and generator are those of
-    ``loader``. A subclass of ``DataLoader`` comes back as a plain one.
+    Collate function, workers and their settings, pinning, time-out and generator are those of ``loader``. A subclass
+    of ``DataLoader`` comes back as a plain one.
+
+    Args:
+        dataset: takes the place of the data set, and has its length; ``None`` keeps it.
 
     Raises:
         TypeError, ValueError: for a loader that takes no batch sampler or delivers out of order, as in
@@ -69,7 +74,7 @@ def rebuild_loader(loader: DataLoader[Any], batch_sampler: Sampler[list[int]]) -
         optional["prefetch_factor"] = loader.prefetch_factor
         optional["multiprocessing_context"] = loader.multiprocessing_context
     return DataLoader(
-        loader.dataset,
+        loader.dataset if dataset is None else dataset,
         batch_sampler=batch_sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
