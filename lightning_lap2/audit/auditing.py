@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sized
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -153,6 +154,8 @@ class _Gradients:
                 f"engine='ghost' holds no gradients of single examples, but canary={kind!r} is one: audit with "
                 "engine='vmap' (the same clipped sums), or canary='mislabelled'"
             )
+        if training.privacy.get("engine") == "auto":  # which may choose ghost
+            bench.training = training = replace(training, privacy={**training.privacy, "engine": "vmap"})
         self.bench, self.reveal = bench, method == "many_runs"
         choose = np.random.default_rng([bench.seed, 2])
         layout, size = bench.layout(), num_examples(training.loader)
