@@ -67,6 +67,17 @@ def _trainable_by_opacus(workload: Workload) -> tuple[Step, tuple[Tensor, Tensor
     return module, batch
 
 
+def _step_of(net: nn.Module, criterion: Any, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> StepFunction:
+    """The peers' step: they hook the network, the loss or the optimizer."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        criterion(net(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
 def opacus_mode(mode: str) -> Callable[[Workload], StepFunction]:
     """``hooks``, ``functorch`` or ``ew``."""
 
@@ -81,14 +92,7 @@ def opacus_mode(mode: str) -> Callable[[Workload], StepFunction]:
             torch.optim.SGD(trainable, _LEARNING_RATE),
             noise_multiplier=_NOISE, max_grad_norm=1.0, expected_batch_size=workload.size,
         )  # fmt: skip
-        criterion = MeanLoss()
-
-        def step() -> None:
-            optimizer.zero_grad()
-            criterion(net(x), y).backward()
-            optimizer.step()
-
-        return step
+        return _step_of(net, MeanLoss(), optimizer, x, y)
 
     return build
 
@@ -106,13 +110,7 @@ def opacus_ghost(workload: Workload) -> StepFunction:
         noise_multiplier=_NOISE, max_grad_norm=1.0, expected_batch_size=workload.size,
     )  # fmt: skip
     criterion = DPLossFastGradientClipping(net, optimizer, MeanLoss(), loss_reduction="mean")
-
-    def step() -> None:
-        optimizer.zero_grad()
-        criterion(net(x), y).backward()
-        optimizer.step()
-
-    return step
+    return _step_of(net, criterion, optimizer, x, y)
 
 
 def fastdp(mode: str) -> Callable[[Workload], StepFunction]:
@@ -134,14 +132,7 @@ def fastdp(mode: str) -> Callable[[Workload], StepFunction]:
                 max_grad_norm=1.0, clipping_mode=mode, clipping_fn="Abadi", origin_params=[origin],
             )  # fmt: skip
             engine.attach(optimizer)
-        criterion = MeanLoss()
-
-        def step() -> None:
-            optimizer.zero_grad()
-            criterion(net(x), y).backward()
-            optimizer.step()
-
-        return step
+        return _step_of(net, MeanLoss(), optimizer, x, y)
 
     return build
 
