@@ -87,8 +87,7 @@ def _range(loss: Array, mass: Array, steps: int) -> tuple[float, float]:
     deviation = math.sqrt(float(mass @ loss**2)) * math.sqrt(steps)
     bounds: list[list[float]] = [[], []]
     for side, sign in enumerate((-1.0, 1.0)):
-        for power in np.geomspace(0.1, 300.0, 40):
-            s = power / deviation
+        for s in np.geomspace(min(0.1 / deviation, 0.5), 300.0 / deviation, 50):
             exponent = sign * s * loss
             highest = float(exponent.max())
             log_moment = highest + math.log(float(mass @ np.exp(exponent - highest)))
