@@ -32,7 +32,7 @@ def test_rows_come_back_and_are_printed(tmp_path: Path) -> None:
     row = Row(10, 0.5, 3, 1.0, 1.5, 0.4, 0.5, 0.6, 0.6, 0.7, math.inf, 1.5, 0.45)
     path = tmp_path / "rows.csv"
     names = ",".join(Row.__dataclass_fields__)
-    path.write_text(f"{names}\n10,0.5,3,1,1.5,0.4,0.5,0.6,0.6,0.7,inf,1.5,0.45\n")
+    path.write_text(f"{names}\n1e+01,0.5,3,1,1.5,0.4,0.5,0.6,0.6,0.7,inf,1.5,0.45\n")
     assert read(path) == [row]
     text = table([row])
     assert "0.6 (+20 %)" in text
