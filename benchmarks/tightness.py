@@ -99,7 +99,10 @@ def multiplier_for(dimension: int, rate: float, steps: int, eps: float) -> float
 def read(path: Path) -> list[Row]:
     whole = ("dimension", "steps")
     with path.open(newline="") as file:
-        return [Row(**{k: int(float(v)) if k in whole else float(v) for k, v in row.items()}) for row in csv.DictReader(file)]
+        return [
+            Row(**{k: int(float(v)) if k in whole else float(v) for k, v in row.items()})
+            for row in csv.DictReader(file)
+        ]
 
 
 def complete(path: Path) -> list[Row]:
