@@ -68,12 +68,19 @@ def test_many_runs_catch_a_bare_layer_and_pass_without_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["", "half_noise", "clipped_mean"])
-def test_many_runs_with_gaussian_noise(fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "settings"),
+    [
+        ("", {"mechanism": "gaussian", "noise_multiplier": 0.7}),
+        ("half_noise", {"mechanism": "gaussian", "noise_multiplier": 0.7}),
+        ("clipped_mean", {"noise_multiplier": 1.0, "records": 16, "batch": 16, "delta": 0.05}),
+    ],
+    ids=["honest", "half_noise", "clipped_mean"],
+)
+def test_many_runs_with_error_rates(fault: str, settings: dict[str, Any]) -> None:
+    one: dict[str, Any] = {"canary": "one_coordinate", "canaries": 1} if fault == "clipped_mean" else {}
     with FAULTS[fault]() if fault else nullcontext():
-        result = audit(
-            pair(mechanism="gaussian", noise_multiplier=0.7), method="many_runs", runs=250, seed=4, confidence=0.99
-        )
+        result = audit(pair(**settings), method="many_runs", runs=250, seed=4, confidence=0.99, **one)
     assert result.violated == bool(fault)
 
 
