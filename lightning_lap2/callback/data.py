@@ -186,7 +186,17 @@ def _length(loader: Any) -> float:
 
 
 def _limited(length: float, limit: float) -> float:
-    """Loader batches per epoch under ``limit_train_batches`` (an int caps, a float is a fraction), as Lightning."""
+    """Loader batches per epoch under ``limit_train_batches`` (an int caps, a float is a fraction), as Lightning.
+
+    Raises:
+        UnsupportedSettingError: a fraction that leaves no batch.
+    """
     if isinstance(limit, int):
         return min(length, limit)
-    return math.inf if math.isinf(length) else int(length * limit)
+    batches = math.inf if math.isinf(length) else int(length * limit)
+    if limit and not batches:
+        raise UnsupportedSettingError(
+            f"Trainer(limit_train_batches={limit!r}) leaves none of the {length} batches of an epoch; give a larger "
+            "fraction, or a number of batches"
+        )
+    return batches

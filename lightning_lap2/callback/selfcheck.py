@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_lap2.callback.rowcheck import identical_views, refuse_mixed_rows, refuse_moved_rows
 from lightning_lap2.gradients import Engine, ParameterLayout, StepCall
 from lightning_lap2.gradients.batches import take_apart
-from lightning_lap2.gradients.preflight import preflight
+from lightning_lap2.gradients.preflight import preflight, unchecked_ghost
 
 # records the preflight is given, and records looked at to find unlike ones among them
 _RECORDS, _CANDIDATES = 8, 64
@@ -52,6 +52,8 @@ def check_step(
         UnsupportedModelError: one sentence saying what mixes examples, or cannot be run, and what to use instead.
     """
     if isinstance(loader.dataset, IterableDataset):
+        if engine.name == "ghost":
+            raise unchecked_ghost("an IterableDataset has no records to look at twice")
         return Checked(("whether examples mix was not checked: an IterableDataset has no records to look at twice",))
     container = trainer.fit_loop._combined_loader._spec
 

@@ -85,7 +85,7 @@ class PoissonBatchSampler(WindowedBatchSampler):
         self.expected_batch_size = batch_size * accumulate * world_size
         if self.expected_batch_size > num_examples:
             raise ValueError(
-                f"the expected batch is larger than the data: batch_size={batch_size} * accumulate="
+                f"the expected batch is larger than the data: batch_size={batch_size} * accumulate_grad_batches="
                 f"{accumulate} * world_size={world_size} = {self.expected_batch_size} > num_examples="
                 f"{num_examples}, a sampling rate above 1. Use a smaller batch_size or fewer "
                 "accumulated batches"

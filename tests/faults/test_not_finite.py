@@ -62,10 +62,10 @@ def test_inputs(engine: str, value: float) -> None:
     assert all(torch.isfinite(p).all() for p in module.parameters())
 
 
-@pytest.mark.parametrize("engine", ["vmap", "ghost", "loop"])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("value", BAD)
 def test_losses(engine: str, value: float) -> None:
-    """A loss that is never finite: steps of noise alone, each charged."""
+    """A loss that is never finite: steps of noise alone, each charged. (Ghost refuses what it cannot check.)"""
     module = classifier(pl, step=lambda module, batch, batch_idx: module.loss(batch) * value)
     callback, seen = fit(module, engine=engine)
     assert callback.steps == callback.accountant.steps == 8

@@ -150,6 +150,14 @@ def test_overfit_batches(namespace: Namespace) -> None:
     refused(namespace, r"overfit_batches=2\).*Subset", overfit_batches=2)
 
 
+def test_fraction_of_an_epoch_without_a_batch(namespace: Namespace) -> None:
+    refused(namespace, r"limit_train_batches=0.01\) leaves none of the 8 batches", limit_train_batches=0.01)
+
+
+def test_more_accumulated_batches_than_data(namespace: Namespace) -> None:
+    refused(namespace, "accumulate_grad_batches=50.*sampling rate above 1", accumulate_grad_batches=50)
+
+
 @pytest.mark.parametrize("sizes", [(32, 32), (32, 24)])
 @pytest.mark.parametrize("kind", [list, dict])
 def test_several_loaders(namespace: Namespace, kind: type, sizes: tuple[int, int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_lap2.gradients.preflight.check import PreflightResult, preflight
+from lightning_lap2.gradients.preflight.check import PreflightResult, preflight, unchecked_ghost
 from lightning_lap2.gradients.preflight.state import untouched
 
-__all__ = ["PreflightResult", "preflight", "untouched"]
+__all__ = ["PreflightResult", "preflight", "unchecked_ghost", "untouched"]

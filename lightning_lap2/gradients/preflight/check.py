@@ -114,6 +114,15 @@ def preflight(
     return PreflightResult(tuple(flight.notes), frozenset(names), tuple(flight.checked), flight.random)
 
 
+def unchecked_ghost(why: str) -> UnsupportedModelError:
+    """Ghost tells examples apart by the sizes of what it sees. Where a sequence is as long as the batch it may take
+    one for the other, and only the comparison with plain autograd shows that."""
+    return UnsupportedModelError(
+        f"engine='ghost' must be compared with plain autograd on a few records before it trains, but {why}; use "
+        "engine='vmap'"
+    )
+
+
 class _Flight:
     """One pre-flight: the order of its checks and what they found."""
 
@@ -149,7 +158,7 @@ class _Flight:
         some, some_alone = [records[i] for i in chosen], [alone[i] for i in chosen]
         batch = probe.batch(some)
         if not probe.evaluate(batch).finite:
-            self._not_checked("it takes a batch with a finite loss and gradient")
+            self._not_checked("that takes a batch with a finite loss and gradient")
             return
         crosses = self._hold_still(batch)
         if crosses is None:
@@ -164,6 +173,8 @@ class _Flight:
         return [self.probe.evaluate_alone(self.probe.select(batch, [i])) for i in range(self.probe.count(batch))]
 
     def _not_checked(self, why: str) -> None:
+        if self.engine.name == "ghost":
+            raise unchecked_ghost(why)
         self.notes.append(f"whether the loss or collate_fn mixes examples was not checked: {why}")
 
     def _mixes(self, how: str) -> UnsupportedModelError:
@@ -188,7 +199,7 @@ class _Flight:
             return chosen
         if not chosen and len(order) >= 2 and self.probe.evaluate(first).finite:
             raise self._mixes("its loss is finite for a batch but for none of its examples alone")
-        self._not_checked("it takes two records with a finite loss and gradient")
+        self._not_checked("that takes two records with a finite loss and gradient")
         return []
 
     def _hold_still(self, batch: BatchParts) -> bool | None:
