@@ -268,7 +268,11 @@ def test_tiny_rate_is_not_inflated():
     ("arguments", "keywords", "message"),
     [
         ((10, 11, 1), {}, r"batch_size=11 .* num_examples=10"),
-        ((10, 2, 1), {"accumulate": 3, "world_size": 2}, r"batch_size=2 \* accumulate=3 \* world_size=2 = 12"),
+        (
+            (10, 2, 1),
+            {"accumulate": 3, "world_size": 2},
+            r"batch_size=2 \* accumulate_grad_batches=3 \* world_size=2 = 12",
+        ),
         ((0, 1, 1), {}, "num_examples must be at least 1, got 0"),
         ((10, 0, 1), {}, "batch_size must be at least 1, got 0"),
         ((10, 1, 0), {}, "num_batches must be at least 1, got 0"),

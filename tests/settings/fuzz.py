@@ -67,7 +67,9 @@ class Escape(AssertionError):
 def construct(arguments: dict[str, Any]) -> Any:
     """The callback, or ``None`` where it was refused as it should be."""
     try:
-        callback = LIGHTNING.lap2(**{"eps": 1.0, **arguments})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # bound="published" warns
+            callback = LIGHTNING.lap2(**{"eps": 1.0, **arguments})
     except (TypeError, ValueError) as error:
         if not any(name in str(error) for name in arguments):
             raise Escape(f"the refusal names no argument of {arguments}: {error!r}") from error

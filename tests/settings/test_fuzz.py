@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.settings.fuzz import construct, run
 from tests.settings.fuzz_cases import Case, cases, constructors
 
 # The same examples at every run of the suite; the long form draws new ones.
-STEADY = {"derandomize": True, "deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+# Shrinking would take minutes of fits; a case is small as it is.
+STEADY: dict[str, Any] = {
+    "derandomize": True,
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "database": None,
+    "phases": [Phase.explicit, Phase.generate],
+}
 
 
 @settings(max_examples=400, **STEADY)
