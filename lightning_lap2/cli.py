@@ -42,10 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: ``sys.argv[1:]``) and return the exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
     if given[:1] == ["audit"]:
-        # the one command that trains: torch and Lightning are loaded for it alone
+        # the commands that train: torch and Lightning are loaded for them alone
         from lightning_lap2.audit.command import main as audit
 
         return audit(given[1:])
+    if given[:1] == ["replay"]:
+        from lightning_lap2.audit.replay_command import main as replay
+
+        return replay(given[1:])
     parser, commands = build_parser(given)
     try:
         config = parser.parse_args(given)
@@ -94,6 +98,7 @@ def build_parser(argv: Sequence[str] = ()) -> tuple[ArgumentParser, dict[str, Co
         commands[name] = _building(sub, command)
     # only for the list of commands: main hands it over before anything is parsed
     subcommands.add_subcommand("audit", _Parser(), help="empirical lower bound on epsilon for your model and data.")
+    subcommands.add_subcommand("replay", _Parser(), help="neighbour replay: what one record changes in your training.")
     return parser, commands
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_lap2.audit.auditing import Method, audit
-from lightning_lap2.audit.bench import QUIET, Training
 from lightning_lap2.audit.canaries import CanaryKind
+from lightning_lap2.audit.config import (
+    FAILED,
+    Parser,
+    add_training,
+    fail,
+    find_local_modules,
+    make_training,
+    progress_bar,
+)
 from lightning_lap2.audit.plots import plot
 from lightning_lap2.audit.result import AuditResult
 
@@ -35,20 +40,11 @@ Examples:
 Exit status: 0 where the claim is not refuted, 1 where the lower bound is above the claimed epsilon, 2 on an error.
 Modules are looked for in the current folder too."""
 
-REFUTED, FAILED = 1, 2
-
-
-class _Parser(ArgumentParser):
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise SystemExit(_fail(message))
+REFUTED = 1
 
 
 def build_parser() -> ArgumentParser:
-    import lightning.pytorch as pl
-
-    from lightning_lap2.lightning import Lap2Privacy
-
-    parser = _Parser(prog="lightning-lap2 audit", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
+    parser = Parser(prog="lightning-lap2 audit", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--config", action="config", help="YAML file with any of the arguments below")
     parser.add_argument(
         "--method",
@@ -79,25 +75,13 @@ def build_parser() -> ArgumentParser:
         "--plot", type=str | None, default="audit.png", help="picture to write (.png, .svg, .pdf); null for none"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_subclass_arguments(pl.LightningModule, "model", required=True, help="the LightningModule")
-    parser.add_subclass_arguments(
-        pl.LightningDataModule,
-        "data",
-        required=False,
-        help="the LightningDataModule; without one the module's train_dataloader is used",
-    )
-    parser.add_class_arguments(Lap2Privacy, "privacy", skip={"noise_seed"}, instantiate=False)
-    parser.add_class_arguments(
-        pl.Trainer, "trainer", skip={*QUIET, "callbacks", "barebones", "profiler", "plugins"}, instantiate=False
-    )
-    parser.set_defaults({"trainer.devices": 1})
+    add_training(parser)
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs ``lightning-lap2 audit argv`` and returns the exit status."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    find_local_modules()
     parser = build_parser()
     try:
         config = parser.parse_args(list(argv))
@@ -106,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         result = _run(parser, config)
     except (TypeError, ValueError, RuntimeError) as error:
-        return _fail(str(error))
+        return fail(str(error))
     print(json.dumps(result.to_dict()) if config.json else result)
     if config.plot:
         _plot(result, config.plot, quiet=config.json)
@@ -121,29 +105,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(parser: ArgumentParser, config: Namespace) -> AuditResult:
-    def model() -> Any:
-        return parser.instantiate(Namespace(model=config.model.clone())).model
-
-    training = Training(
-        model=model,
-        loader=_loader(parser, config, model),
-        privacy=config.privacy.as_dict(),
-        trainer=config.trainer.as_dict(),
-    )
     told = ("method", "canary", "runs", "canaries", "confidence", "delta", "guesses", "holdout", "seed")
     with progress_bar("audit") as progress:
-        return audit(training, progress=progress, **{name: config[name] for name in told})
-
-
-def _loader(parser: ArgumentParser, config: Namespace, model: Callable[[], Any]) -> Any:
-    """The train loader of the data module, or of the module."""
-    if config.get("data") is not None:
-        source = parser.instantiate(Namespace(data=config.data.clone())).data
-    else:
-        source = model()
-    source.prepare_data()
-    source.setup("fit")
-    return source.train_dataloader()
+        return audit(make_training(parser, config), progress=progress, **{name: config[name] for name in told})
 
 
 def _plot(result: AuditResult, path: str, *, quiet: bool) -> None:
@@ -155,22 +119,3 @@ def _plot(result: AuditResult, path: str, *, quiet: bool) -> None:
         return
     if not quiet:
         print(f"plot                 {written}")
-
-
-@contextmanager
-def progress_bar(name: str) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr that is told the fraction done."""
-    from tqdm import tqdm
-
-    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    with tqdm(desc=name, total=1.0, bar_format=form, file=sys.stderr, mininterval=1.0) as bar:
-
-        def progress(fraction: float) -> None:
-            bar.update(min(1.0, fraction) - bar.n)
-
-        yield progress
-
-
-def _fail(message: str) -> int:
-    print(f"lightning-lap2: error: {' '.join(message.split())}", file=sys.stderr)
-    return FAILED

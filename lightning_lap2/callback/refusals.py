@@ -194,7 +194,7 @@ def check_range(mechanism: Mechanism, dtype: torch.dtype, num_examples: int | No
     low, high = limits.tiny * batch_size, limits.max / MAX_UNITS / 2
     if not low <= scale <= high or clip * (num_examples or 2**31) > limits.max / 2:
         raise UnsupportedSettingError(
-            f"max_grad_norm={clip:g} with a noise multiplier of {mechanism.noise_multiplier:g} (scale {scale:g}) is "
+            f"max_grad_norm={clip:g} with noise_multiplier={mechanism.noise_multiplier:g} (scale {scale:g}) is "
             f"outside what {dtype} can hold, {low:.3g} to {high:.3g}; choose another max_grad_norm (rescale the "
             "loss), or Trainer(precision='64-true')"
         )

@@ -361,8 +361,10 @@ class FitSession:
                 f"the parameter {lost} holds NaN or infinite values before the first step: every gradient would be "
                 "dropped and the budget spent on noise; initialise it, or load a sound checkpoint"
             )
-        if self._probe is not None and self._probe.checked is not None:
-            self.checked = self._probe.checked
+        # a ghost engine learns in its self-check where the batch is, so each fit makes its own
+        told = None if self._probe is None else self._probe.checked
+        if told is not None and (told.engine or self.engine.name) != "ghost":
+            self.checked = told
             self.engine = self._engine(self.checked.engine or self.engine.name)
         else:
             self._choose_engine()

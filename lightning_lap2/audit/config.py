@@ -1,0 +1,93 @@
+"""What the commands that train share: a training described like one for LightningCLI, a progress bar, errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser, Namespace
+
+from lightning_lap2.audit.bench import QUIET, Training
+
+FAILED = 2
+
+
+class Parser(ArgumentParser):
+    """Errors are one line on stderr and exit status 2."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise SystemExit(fail(message))
+
+
+def find_local_modules() -> None:
+    """User modules in the current folder are found, as by ``python -m``."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def add_training(parser: ArgumentParser) -> None:
+    """``model``, ``data``, ``privacy`` and ``trainer``."""
+    import lightning.pytorch as pl
+
+    from lightning_lap2.lightning import Lap2Privacy
+
+    parser.add_subclass_arguments(pl.LightningModule, "model", required=True, help="the LightningModule")
+    parser.add_subclass_arguments(
+        pl.LightningDataModule,
+        "data",
+        required=False,
+        help="the LightningDataModule; without one the module's train_dataloader is used",
+    )
+    parser.add_class_arguments(Lap2Privacy, "privacy", skip={"noise_seed"}, instantiate=False)
+    parser.add_class_arguments(
+        pl.Trainer, "trainer", skip={*QUIET, "callbacks", "barebones", "profiler", "plugins"}, instantiate=False
+    )
+    parser.set_defaults({"trainer.devices": 1})
+
+
+def make_training(parser: ArgumentParser, config: Namespace) -> Training:
+    """The training that ``config`` describes; each call of its ``model`` makes a fresh module."""
+
+    def model() -> Any:
+        return parser.instantiate(Namespace(model=config.model.clone())).model
+
+    return Training(
+        model=model,
+        loader=_loader(parser, config, model),
+        privacy=config.privacy.as_dict(),
+        trainer=config.trainer.as_dict(),
+    )
+
+
+def _loader(parser: ArgumentParser, config: Namespace, model: Callable[[], Any]) -> Any:
+    """The train loader of the data module, or of the module."""
+    if config.get("data") is not None:
+        source = parser.instantiate(Namespace(data=config.data.clone())).data
+    else:
+        source = model()
+    source.prepare_data()
+    source.setup("fit")
+    return source.train_dataloader()
+
+
+@contextmanager
+def progress_bar(name: str) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr that is told the fraction done."""
+    from tqdm import tqdm
+
+    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    with tqdm(desc=name, total=1.0, bar_format=form, file=sys.stderr, mininterval=1.0) as bar:
+
+        def progress(fraction: float) -> None:
+            bar.update(min(1.0, fraction) - bar.n)
+
+        yield progress
+
+
+def fail(message: str) -> int:
+    """One line on stderr; the exit status."""
+    print(f"lightning-lap2: error: {' '.join(message.split())}", file=sys.stderr)
+    return FAILED
