@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_lap2 import _validate
-from lightning_lap2.audit.bench import QUIET, Training, quiet, with_dataset
+from lightning_lap2.audit.bench import QUIET, Training, quiet
 from lightning_lap2.audit.replay_result import Neighbour, ReplayResult
 from lightning_lap2.callback.probe import Probe, Release
 from lightning_lap2.callback.rowcheck import seeded_generators
 from lightning_lap2.gradients import StepCall
 from lightning_lap2.mechanism import Norm
-from lightning_lap2.sampling import Part
+from lightning_lap2.sampling import Part, rebuild_loader
 
 Null = Literal["absent", "zero"]
 Progress = Callable[[float], None]
@@ -260,7 +260,8 @@ class _Watched(Dataset[Any]):
 
 def _watched(training: Training) -> Training:
     """In this process, where a random transform can be seen, and repeated."""
-    loader: DataLoader[Any] = with_dataset(training.loader, _Watched(training.loader.dataset))
+    given = training.loader
+    loader: DataLoader[Any] = rebuild_loader(given, given.batch_sampler, _Watched(given.dataset))  # type: ignore[arg-type]
     for name, value in (("num_workers", 0), ("prefetch_factor", None), ("persistent_workers", False)):
         loader.__dict__[name] = value
     loader.__dict__["_DataLoader__multiprocessing_context"] = None
