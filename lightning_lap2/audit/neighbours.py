@@ -203,13 +203,12 @@ def _choose(reference: _Run, num_examples: int, records: int) -> list[int]:
 def _compare(record: int, one: _Run, other: _Run, report: dict[str, Any], without: dict[str, Any]) -> Neighbour:
     """What the run without ``record`` shows beside the whole one."""
     changed = [key for key in report if key != "caveats" and report[key] != without.get(key)]
-    for name, mine, theirs in (
-        ("coins", one.coins, other.coins),
-        ("releases", len(one.values), len(other.values)),
-        ("logged epsilon", one.logged, other.logged),
-    ):
-        if mine != theirs:
-            changed.append(name)
+    public = {
+        "coins": one.coins == other.coins,
+        "releases": len(one.values) == len(other.values),
+        "logged epsilon": one.logged == other.logged,
+    }
+    changed += [name for name, equal in public.items() if not equal]
     norm, unit = one.release.mechanism.norm, one.release.mechanism.max_grad_norm / one.release.normaliser
     drawn_at = one.drawn_at.get(record, set())
     moved, elsewhere, rounding = 0.0, 0.0, 0.0
