@@ -175,7 +175,7 @@ def draw_summary(table: Path, path: Path) -> None:
     )
     axes.set_yticks(places, [row["name"] for row in rows])
     axes.set_xlabel("epsilon: audited lower bound (green: at or below the claim, red: above it)")
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper right")
     figure.savefig(path, dpi=120)
 
 
