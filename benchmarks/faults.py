@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 
-from lightning_lap2.callback import session
+from lightning_lap2.callback import releases, session
+from lightning_lap2.callback.releases import Releases
 from lightning_lap2.callback.selfcheck import Checked
-from lightning_lap2.callback.session import FitSession
 from lightning_lap2.gradients import vmap
 from lightning_lap2.sampling import PoissonBatchSampler
 
@@ -22,19 +22,19 @@ from lightning_lap2.sampling import PoissonBatchSampler
 @contextmanager
 def half_noise() -> Iterator[None]:
     """Noise at half the scale that the ledger is charged for."""
-    release = session.release_
+    release = releases.release_
 
     def weaker(total: Any, *, scale: float, **options: Any) -> None:
         release(total, scale=scale / 2, **options)
 
-    with mock.patch.object(session, "release_", weaker):
+    with mock.patch.object(releases, "release_", weaker):
         yield
 
 
 @contextmanager
 def bare_layer() -> Iterator[None]:
     """No noise on the first parameter tensor of the module."""
-    release, layouts = session.release_, session.ParameterLayout
+    release, layouts = releases.release_, session.ParameterLayout
     sizes: list[int] = []
 
     def layout(module: Any) -> Any:
@@ -52,7 +52,7 @@ def bare_layer() -> Iterator[None]:
     def partial(total: Any, *, noise: Any, **options: Any) -> None:
         release(total, noise=Skipping(noise), **options)
 
-    with mock.patch.object(session, "release_", partial), mock.patch.object(session, "ParameterLayout", layout):
+    with mock.patch.object(releases, "release_", partial), mock.patch.object(session, "ParameterLayout", layout):
         yield
 
 
@@ -89,13 +89,13 @@ def drawn_twice() -> Iterator[None]:
 @contextmanager
 def small_rate() -> Iterator[None]:
     """The ledger is charged for a quarter of the sampling rate."""
-    charge = FitSession._charge
+    charge = Releases.charge
 
-    def less(fit: FitSession, dimension: int) -> dict[str, Any]:
-        full = charge(fit, dimension)
+    def less(made: Releases, dimension: int) -> dict[str, Any]:
+        full = charge(made, dimension)
         return {**full, "sample_rate": full["sample_rate"] / 4}
 
-    with mock.patch.object(FitSession, "_charge", less):
+    with mock.patch.object(Releases, "charge", less):
         yield
 
 

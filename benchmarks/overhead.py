@@ -27,7 +27,7 @@ from benchmarks.measure import machine
 from benchmarks.workloads import MeanLoss, tutorial_cnn
 from lightning_lap2 import Lap2Privacy
 from lightning_lap2.accounting import EpsilonForecast
-from lightning_lap2.callback import session
+from lightning_lap2.callback import releases
 from lightning_lap2.callback.session import FitSession
 from lightning_lap2.callback.spending import Spending
 from lightning_lap2.sampling import PoissonBatchSampler
@@ -97,7 +97,7 @@ def run(engine: str, steps: int, folder: str) -> dict[str, list[float]]:
     clock.wrap(FitSession, "batch_fetched", "pairing batch and draw")
     clock.wrap(FitSession, "release", "release")
     clock.wrap(Spending, "charge", f"{INSIDE}charge, with the journal on disk")
-    clock.wrap(session, "release_", NOISE)
+    clock.wrap(releases, "release_", NOISE)
     clock.wrap(privacy, "on_train_batch_end", "logging epsilon")
     clock.wrap(EpsilonForecast, "epsilon", f"{INSIDE}epsilon itself")
     try:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_lap2.accounting import MajorizedAccountant
-from lightning_lap2.callback import session as session_module
+from lightning_lap2.callback import releases as releases_module
 from lightning_lap2.sampling import Part
 
 DELTA = 1e-5
@@ -181,18 +181,18 @@ class Release:
 def watched_releases() -> Iterator[list[Release]]:
     """Every call of ``release_`` inside, with the rank-local clipped sum before it and the noised mean after."""
     seen: list[Release] = []
-    original = session_module.release_
+    original = releases_module.release_
 
     def release_(total: Tensor, **options: Any) -> None:
         before = total.clone()
         original(total, **options)
         seen.append(Release(options["release"], options["scale"], total.dtype, before, total.clone()))
 
-    session_module.release_ = release_  # type: ignore[assignment]
+    releases_module.release_ = release_  # type: ignore[assignment]
     try:
         yield seen
     finally:
-        session_module.release_ = original
+        releases_module.release_ = original
 
 
 def part_spy(pl: ModuleType) -> Any:

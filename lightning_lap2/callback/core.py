@@ -129,7 +129,7 @@ class Lap2Core:
     def dimension(self) -> int:
         """n: trainable scalars now."""
         session = self._session
-        return session.window.layout.numel if session and session.plan else int(self._fact("dimension"))
+        return session.layout.numel if session and session.plan else int(self._fact("dimension"))
 
     @property
     def planned_steps(self) -> float:
@@ -148,7 +148,7 @@ class Lap2Core:
         During a fit the cheap upper bound that is logged; otherwise the accountant's value.
         """
         session = self._session
-        return session.spending.epsilon if session and session.plan else self._ledger.epsilon()
+        return session.releases.spending.epsilon if session and session.plan else self._ledger.epsilon()
 
     @property
     def accountant(self) -> MajorizedAccountant:
@@ -217,10 +217,10 @@ class Lap2Core:
             "sample_rate": facts.sample_rate,
             "expected_batch_size": facts.expected_batch_size,
             "num_examples": facts.num_examples,
-            "dimension": session.window.layout.numel,
-            "count_noise_scale": session.mechanism.count_noise_scale,
+            "dimension": session.layout.numel,
+            "count_noise_scale": session.releases.mechanism.count_noise_scale,
             "planned_steps": session.planned_steps,
-            "noise_source": session.noise.name,
+            "noise_source": session.releases.noise.name,
             "world_size": session.trainer.world_size,
             "precision": str(session.trainer.precision),
             "fast_dev_run": bool(session.trainer.fast_dev_run),
@@ -234,8 +234,8 @@ class Lap2Core:
             + ("" if self.settings.clipping == "flat" else f", {self.settings.clipping} clipping")
             + "), sample rate "
             f"{facts.sample_rate:.6g}, planned steps {'unlimited' if math.isinf(steps) else int(steps)}, "
-            f"n={session.window.layout.numel:,} trainable parameters, engine {self.settings.engine!r}, noise source "
-            f"{session.noise.name!r}"
+            f"n={session.layout.numel:,} trainable parameters, engine {self.settings.engine!r}, noise source "
+            f"{session.releases.noise.name!r}"
             + (f", {self.settings.augmentations} views per example" if self.settings.augmentations > 1 else "")
             + (f", {self.steps} earlier releases" if self.steps else "")
             + (" [fast_dev_run: its step is charged too]" if session.trainer.fast_dev_run else "")
@@ -264,7 +264,7 @@ class Lap2Core:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self._session is not None
         if not trainer.barebones:
-            self._logged.log(trainer, pl_module, self._session.spending.epsilon)
+            self._logged.log(trainer, pl_module, self._session.releases.spending.epsilon)
             if self.settings.clipping == "adaptive":
                 # a function of noised counts
                 self._logged_threshold.log(trainer, pl_module, self.clipping_threshold)
@@ -297,7 +297,7 @@ class Lap2Core:
         try:
             self._close_journal(session, completed=completed)
             if session.plan is not None:
-                self._facts["dimension"] = session.window.layout.numel
+                self._facts["dimension"] = session.layout.numel
                 if session.trainer.is_global_zero and session.directory is not None:
                     write_report(self.report(), session.directory, warn=session.pl.utilities.rank_zero_warn)
         finally:

@@ -1,8 +1,8 @@
 """One fit, from its first check to its last release.
 
-One batch: ``TrainingData`` drew it -> ``Engine.accumulate`` adds its clipped per-example gradients to the ``Window``
--> the ledger is charged -> ``release_`` adds noise once and divides by the public expected batch size -> ``.grad`` ->
-the user's optimizer.
+One batch: ``TrainingData`` drew it -> ``Engine.accumulate`` adds its clipped per-example gradients to the ``Window`` of
+``Releases`` -> the ledger is charged -> ``release_`` adds noise once and divides by the public expected batch size ->
+``.grad`` -> the user's optimizer.
 """
 
 from __future__ import annotations
@@ -15,29 +15,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightning_lap2.callback import refusals
 from lightning_lap2.callback.adaptive import AdaptiveThreshold, dear_count
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
 from lightning_lap2.callback.enginechoice import choose_engine
+from lightning_lap2.callback.feedback import FeedbackWatch
 from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.patches import Patches, muted_loggers
-from lightning_lap2.callback.plan import Horizon, Plan, affordable_charges, horizon, make_plan, summary, terms_of
+from lightning_lap2.callback.plan import Horizon, Plan, horizon, make_plan, summary, terms_of
 from lightning_lap2.callback.probe import Probe, Release
 from lightning_lap2.callback.refusals import UnsupportedSettingError
+from lightning_lap2.callback.releases import Releases, by_pass, specification, with_leaf_loss
 from lightning_lap2.callback.resume import NO_JOURNAL, Resumed, accept_untracked, settle
 from lightning_lap2.callback.selfcheck import Checked, check_step
 from lightning_lap2.callback.settings import Settings
-from lightning_lap2.callback.spending import Spending
-from lightning_lap2.callback.window import Window, distributed_sum, release_
-from lightning_lap2.gradients import Clipper, Engine, ParameterLayout, StepCall, UnsupportedModelError, make_clipper
+from lightning_lap2.gradients import Engine, ParameterLayout, StepCall, UnsupportedModelError
 from lightning_lap2.gradients.batches import rows
 from lightning_lap2.gradients.engines import make_engine
-from lightning_lap2.mechanism import Mechanism
-from lightning_lap2.noise import NoiseSource, make_noise_source
+from lightning_lap2.noise import make_noise_source
 from lightning_lap2.sampling import Part
 
 
@@ -68,21 +64,14 @@ class FitSession:
         self.data: TrainingData | None = None
         self.facts: DataFacts | None = None
         self.plan: Plan | None = None
-        self.mechanism: Mechanism
-        self.clipper: Clipper
         self.threshold: AdaptiveThreshold | None = None
         self.engine: Engine
-        self.noise: NoiseSource
-        self.window: Window
-        self.spending: Spending
+        self.releases: Releases
         self.directory: Path | None = None
         self.checked = Checked()
         self._part: Part | None = None
         self._in_step = False
-        self._flags: list[bool] = []
-        self._pass_charged = False
-        self._watched: dict[str, str] = {}
-        self._logged = 0
+        self._feedback: FeedbackWatch | None = None
         self._dropped_warned = False
         self._lost_warned = False
 
@@ -208,7 +197,6 @@ class FitSession:
         layout = ParameterLayout(self.module)
         if not layout.numel:
             raise UnsupportedSettingError(f"{type(self.module).__name__} has no trainable parameters")
-        self._flags = [p.requires_grad for p in self.module.parameters()]
         progress = self._progress
         ahead = horizon(
             global_step=progress.global_step,
@@ -226,29 +214,42 @@ class FitSession:
             settings,
             self.ledger.accountant,
             terms=terms,
-            charges=ahead.passes if self._by_pass else ahead.steps,
+            charges=ahead.passes if by_pass(settings, facts) else ahead.steps,
             end=ahead.global_end,
             previous=self.ledger.plan,
         )
         self._warn_of_a_poor_rest(self.ledger.plan.get("noise_multiplier"), plan)
         if self.threshold is not None and (dear := dear_count(terms, plan.noise_multiplier)):
             self._warn(dear)
-        self.plan, self.window = plan, Window(layout, counted=self.threshold is not None)
-        self._specify(layout)
+        self.plan = plan
         if plan.charges:
+            specified = specification(settings, facts, layout, self.threshold, plan.noise_multiplier)
             for clip in (settings.max_grad_norm,) if self.threshold is None else self.threshold.ends:
                 refusals.check_range(
-                    replace(self.mechanism, max_grad_norm=clip),
+                    replace(specified, max_grad_norm=clip),
                     layout.dtype,
                     facts.num_examples,
                     facts.expected_batch_size,
                 )
         self.engine = self._engine(settings.engines[-1])
-        self.noise = make_noise_source(
+        noise = make_noise_source(
             settings.noise_source, layout.device, seed=settings.noise_seed, rank=trainer.global_rank
         )
-        self.spending = Spending(self.ledger, charges=plan.charges)
-        self.spending.forecast_for(self._charge(layout.numel))
+        self.releases = Releases(
+            settings,
+            self.ledger,
+            facts,
+            self.module,
+            layout,
+            noise_multiplier=plan.noise_multiplier,
+            charges=plan.charges,
+            threshold=self.threshold,
+            noise=noise,
+            accumulate=trainer.accumulate_grad_batches,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            probe=self._probe,
+        )
         self.ledger.plan = summary(settings, terms, plan.end, plan.noise_multiplier)
         self.ledger.reproducible |= settings.noise_seed is not None
         self.planned_steps = self._steps_for(plan, ahead)
@@ -271,11 +272,11 @@ class FitSession:
         self.ledger.add_caveat("an audit took part in this fit: records were left out or replaced by canaries")
         probe.begin(
             Release(
-                mechanism=self.mechanism,
+                mechanism=self.releases.mechanism,
                 sample_rate=self.facts.sample_rate,
                 normaliser=self.facts.expected_batch_size,
                 steps=self.planned_steps,
-                layout=self.window.layout,
+                layout=self.layout,
             )
         )
 
@@ -291,33 +292,17 @@ class FitSession:
             )
 
     @property
-    def _by_pass(self) -> bool:
-        """Whether a charge covers a whole pass over the data."""
-        return self.settings.sampling == "none" and self.facts is not None and self.facts.once_per_pass
-
-    def _specification(self, layout: ParameterLayout, noise_multiplier: float) -> Mechanism:
-        """The next release of these parameters: clipping, noise and charge all follow from it."""
-        assert self.facts is not None
-        return self.settings.mechanism_with(
-            noise_multiplier,
-            max_grad_norm=None if self.threshold is None else self.threshold.value,
-            layer_sizes=layout.layer_sizes,
-            expected_batch_size=self.facts.expected_batch_size,
-        )
-
-    def _specify(self, layout: ParameterLayout) -> None:
-        """Sets what the next release is clipped and noised by."""
-        assert self.plan is not None
-        self.mechanism = self._specification(layout, self.plan.noise_multiplier)
-        self.clipper = make_clipper(self.settings.clipping, self.mechanism, layout)
+    def layout(self) -> ParameterLayout:
+        """The parameters that are trained now."""
+        return self.releases.window.layout
 
     def _planned_terms(self, layout: ParameterLayout) -> dict[str, Any]:
         """What each charge will say besides the noise multiplier. Where a finetuning callback may unfreeze parameters
         later: that of all of them clipped as one vector, which never costs less than some of them in any layers."""
         assert self.facts is not None
         given = self.settings.noise_multiplier
-        specification = self._specification(layout, 1.0 if given is None else given)
-        charge = specification.charge(sample_rate=self.facts.sample_rate, dimension=layout.numel)
+        specified = specification(self.settings, self.facts, layout, self.threshold, 1.0 if given is None else given)
+        charge = specified.charge(sample_rate=self.facts.sample_rate, dimension=layout.numel)
         finetuning = self.pl.callbacks.BaseFinetuning
         if any(isinstance(callback, finetuning) for callback in self.trainer.callbacks):
             charge["dimension"] = sum(p.numel() for p in self.module.parameters())
@@ -326,7 +311,7 @@ class FitSession:
 
     def _steps_for(self, plan: Plan, ahead: Horizon) -> float:
         assert self.facts is not None
-        if not self._by_pass:
+        if not by_pass(self.settings, self.facts):
             return min(plan.charges, ahead.steps)
         if math.isinf(plan.charges):
             return ahead.steps
@@ -353,7 +338,7 @@ class FitSession:
             UnsupportedSettingError, UnsupportedModelError: naming the setting, layer or line.
         """
         refusals.check_optimizers(self.trainer.optimizers)
-        self._watched = refusals.monitors(self.trainer)
+        self._feedback = FeedbackWatch(self.trainer, self.ledger, allowed=self.settings.allow_feedback)
         if not self.planned_steps:
             return
         if lost := refusals.not_finite(self.module):
@@ -370,7 +355,7 @@ class FitSession:
             self._choose_engine()
         if self._probe is not None:
             self._probe.checked = self.checked
-        self._refuse_feedback(self.checked.logged_names)
+        self._feedback.check(self.checked.logged_names)
 
     def _choose_engine(self) -> None:
         everyone = self.trainer.strategy.reduce_boolean_decision
@@ -396,7 +381,7 @@ class FitSession:
                 self.trainer,
                 self.module,
                 engine,
-                self.window.layout,
+                self.layout,
                 self.data.source,
                 views=self.settings.augmentations,
             )
@@ -417,26 +402,10 @@ class FitSession:
                 "with a local folder, or Trainer(default_root_dir=...) on a local disk"
             )
 
-    def _refuse_feedback(self, logged: frozenset[str] | set[str], *, refuse: bool = True) -> None:
-        sentences = refusals.feedback(self._watched, logged)
-        if refuse and not self.settings.allow_feedback:
-            refusals.refuse_feedback(sentences)
-        for sentence in sentences:
-            self.ledger.add_caveat(f"{sentence}, which is computed from training data without noise")
-
     def check_feedback(self, *, refuse: bool = True) -> None:
-        """Names that training has logged so far, beyond those the self-check saw.
-
-        Args:
-            refuse: False once training is over: what was watched is then only noted in the report.
-        """
-        if not self._watched:
-            return
-        results = self.trainer.fit_loop.epoch_loop._results
-        if len(results) == self._logged:
-            return
-        self._logged = len(results)
-        self._refuse_feedback({result.meta.name for result in results.values()}, refuse=refuse)
+        """See :meth:`FeedbackWatch.check_logged`."""
+        if self._feedback is not None:
+            self._feedback.check_logged(refuse=refuse)
 
     def check_weights(self) -> None:
         """Says once that weights are lost: a diverged run spends its budget on nothing. (They are released, so that
@@ -460,7 +429,7 @@ class FitSession:
 
         def aligned(fetcher: Any) -> None:
             assert self.data is not None
-            self._pass_charged = False
+            self.releases.begin_pass()
             ready = epoch_loop.batch_progress.current.ready
             iterator, stale = fetcher.iterator, self.data.position.batch != ready
             self.data.start(Position(release=self.ledger.releases, batch=ready))
@@ -497,14 +466,14 @@ class FitSession:
                 "its closure several times), so an example would enter one release twice; use an optimizer that "
                 "calls the closure once"
             )
-        if self.window.begins(part):
+        if self.releases.window.begins(part):
             self._new_window()
         call = StepCall(args, part.count, self.trainer.precision_plugin.train_step_context, self.settings.augmentations)
         if self._probe is not None:
             call = self._probe.drawn(part, call)
         with self._user_code():
-            output = self.engine.accumulate(call, self.window.layout, self.clipper, self.window.open(part))
-        return _with_leaf_loss(output, self.window.layout.device)
+            output = self.engine.accumulate(call, self.layout, self.releases.clipper, self.releases.open(part))
+        return with_leaf_loss(output, self.layout.device)
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:
@@ -516,71 +485,14 @@ class FitSession:
             self._in_step = False
 
     def _new_window(self) -> None:
-        layout = self.window.layout
-        flags = [p.requires_grad for p in self.module.parameters()]
-        if flags != self._flags:
-            layout, self._flags = ParameterLayout(self.module), flags
-            self._dimension_changed(layout)
-        if self.window.restart(layout) and not self._dropped_warned:
+        if self.releases.begin_window() and not self._dropped_warned:
             self._dropped_warned = True
             self._warn("a draw was never released (the optimizer did not step on it); it is dropped, not carried over")
 
-    def _dimension_changed(self, layout: ParameterLayout) -> None:
-        """Freezing or unfreezing changes n: the rest of the budget is judged with the new one."""
-        self._specify(layout)
-        charge = self._charge(layout.numel)
-        left = affordable_charges(self.settings, self.ledger.accountant, charge)
-        self.spending.limit(left)
-        self.spending.forecast_for(charge)
-
-    def _charge(self, dimension: int) -> dict[str, Any]:
-        assert self.facts is not None
-        return self.mechanism.charge(sample_rate=self.facts.sample_rate, dimension=dimension)
-
     def release(self) -> None:
-        """Charges, noises, and writes ``.grad``; or clears it where there is nothing to release or no budget left.
-
-        Nothing but a charged and noised sum ever reaches the optimizer.
-        """
-        parts, total = self.window.size, self.window.take()
-        layout = self.window.layout
-        accounted = not (self._by_pass and self._pass_charged)
-        if total is None or (accounted and self.spending.exhausted):
-            for parameter in self.module.parameters():
-                parameter.grad = None
-            if total is not None:
-                self._stop()
-            return
-        self.spending.charge(self._charge(layout.numel), accounted=accounted)
-        self._pass_charged = True
-        assert self.facts is not None
-        world = self.trainer.world_size
-        total[layout.numel :] *= self.mechanism.count_factor
-        release_(
-            total,
-            noise=self.noise,
-            scale=self.mechanism.scale,
-            distribution=self.mechanism.distribution,
-            normaliser=self.facts.expected_batch_size,
-            release=self.ledger.releases - 1,
-            rank=self.trainer.global_rank,
-            world_size=world,
-            all_reduce=distributed_sum if world > 1 else None,
-        )
-        if self._probe is not None:
-            self._probe.released(total[: layout.numel])
-        layout.write_grads(total)
-        if self.threshold is not None:
-            self._follow(self.threshold, total[layout.numel], parts)
-
-    def _follow(self, threshold: AdaptiveThreshold, released: Tensor, parts: int) -> None:
-        """C of the next release, from the noised count of this one."""
-        assert self.facts is not None
-        expected = self.facts.expected_batch_size
-        count = float(released) * expected / self.mechanism.count_factor
-        threshold.follow(count, expected, parts / self.trainer.accumulate_grad_batches)
-        self.ledger.clipping = threshold.state()
-        self._specify(self.window.layout)
+        """See :meth:`Releases.make`."""
+        if not self.releases.make():
+            self._stop()
 
     def _stop(self) -> None:
         """Last guard: reached only where the cap on steps did not bite (parameters were unfrozen meanwhile)."""
@@ -596,19 +508,3 @@ class FitSession:
 
     def _warn(self, text: str) -> None:
         self.pl.utilities.rank_zero_warn(f"Lap2Privacy: {text}")
-
-
-def _with_leaf_loss(output: Any, device: torch.device) -> Any:
-    """The step's output with a loss that Lightning's backward can run on without touching any parameter.
-
-    A step that returned None still gives a (zero) loss: its window is released and charged all the same.
-    """
-
-    def leaf(loss: Tensor) -> Tensor:
-        return loss.detach().clone().requires_grad_()
-
-    if output is None:
-        return leaf(torch.zeros((), device=device))
-    if isinstance(output, Tensor):
-        return leaf(output)
-    return {**output, "loss": leaf(output["loss"])}

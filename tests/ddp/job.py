@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics.classification import BinaryAccuracy
 
-from lightning_lap2.callback import session as session_module
+from lightning_lap2.callback import releases as releases_module
 from lightning_lap2.callback import window as window_module
 from tests.helpers import (
     LIGHTNING,
@@ -379,14 +379,14 @@ def resume_what_a_killed_run_owes(ranks: Ranks) -> Result:
 def _noted_releases(output: Path) -> None:
     """Leaves ``pid.RANK`` in ``output``; each release made from now on adds a character to ``released.RANK``."""
     (output / f"pid.{RANK}").write_text(str(os.getpid()))
-    original = session_module.release_
+    original = releases_module.release_
     descriptor = os.open(output / f"released.{RANK}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def release_(*args: Any, **options: Any) -> None:
         os.write(descriptor, b".")
         original(*args, **options)
 
-    session_module.release_ = release_
+    releases_module.release_ = release_
 
 
 def exception_on_rank(ranks: Ranks, *, failing: int) -> Result:

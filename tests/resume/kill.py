@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_lap2.accounting import MajorizedAccountant
-from lightning_lap2.callback import session as session_module
+from lightning_lap2.callback import releases as releases_module
 from tests.helpers import DELTA, LIGHTNING, classifier, loader, quiet_trainer
 
 pl = LIGHTNING.pl
@@ -94,14 +94,14 @@ def train(diary: Diary, noise_seed: int | None, last: int | None) -> None:
             if last is not None and len(draws) >= last:
                 trainer.should_stop = True
 
-    original = session_module.release_
+    original = releases_module.release_
 
     def release_(total: Tensor, **options: Any) -> None:
         before = total.clone()
         original(total, **options)
         diary.release(total * options["normaliser"] - before, draws[-1])
 
-    session_module.release_ = release_  # type: ignore[assignment]
+    releases_module.release_ = release_  # type: ignore[assignment]
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=diary.checkpoints, every_n_train_steps=4)
     trainer = quiet_trainer(pl, callback, Witness(), checkpoint, max_epochs=100_000)
     trainer.fit(classifier(pl), loader(N, BATCH), ckpt_path=diary.newest_checkpoint())

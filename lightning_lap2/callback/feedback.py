@@ -1,0 +1,49 @@
+"""What un-noised training values steer while training runs: refused, or named in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from lightning_lap2.callback import refusals
+from lightning_lap2.callback.ledger import Ledger
+
+
+class FeedbackWatch:
+    """Callbacks and schedulers that watch a metric, against the names that the training step logs.
+
+    Args:
+        trainer: whose callbacks and schedulers are looked at, once.
+        allowed: ``Lap2Privacy(allow_feedback=...)``: what is found is a caveat then, not an error.
+    """
+
+    def __init__(self, trainer: Any, ledger: Ledger, *, allowed: bool) -> None:
+        self._trainer, self._ledger, self._allowed = trainer, ledger, allowed
+        self._watched: dict[str, str] = refusals.monitors(trainer)
+        self._logged = 0
+
+    def check(self, logged: AbstractSet[str], *, refuse: bool = True) -> None:
+        """Raises or notes for each name in ``logged`` that something watches.
+
+        Raises:
+            UnsupportedSettingError: naming what watches which metric.
+        """
+        sentences = refusals.feedback(self._watched, logged)
+        if refuse and not self._allowed:
+            refusals.refuse_feedback(sentences)
+        for sentence in sentences:
+            self._ledger.add_caveat(f"{sentence}, which is computed from training data without noise")
+
+    def check_logged(self, *, refuse: bool = True) -> None:
+        """The same for the names that training has logged so far, beyond those the self-check saw.
+
+        Args:
+            refuse: False once training is over: what was watched is then only noted in the report.
+        """
+        if not self._watched:
+            return
+        results = self._trainer.fit_loop.epoch_loop._results
+        if len(results) == self._logged:
+            return
+        self._logged = len(results)
+        self.check({result.meta.name for result in results.values()}, refuse=refuse)

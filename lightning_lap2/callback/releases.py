@@ -1,0 +1,190 @@
+"""The making of one release: clipped parts gathered, charged, noised once, divided, written to ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lap2.callback.adaptive import AdaptiveThreshold
+from lightning_lap2.callback.data import DataFacts
+from lightning_lap2.callback.ledger import Ledger
+from lightning_lap2.callback.plan import affordable_charges
+from lightning_lap2.callback.probe import Probe
+from lightning_lap2.callback.settings import Settings
+from lightning_lap2.callback.spending import Spending
+from lightning_lap2.callback.window import Window, distributed_sum, release_
+from lightning_lap2.gradients import Clipper, ParameterLayout, make_clipper
+from lightning_lap2.mechanism import Mechanism
+from lightning_lap2.noise import NoiseSource
+from lightning_lap2.sampling import Part
+
+
+class Releases:
+    """The releases of one fit, each by one specification: clipping, noise and charge all follow from it.
+
+    Args:
+        module: whose trainable parameters are released; freezing some changes the next release.
+        noise_multiplier: m, the same for every release.
+        charges: how many of them the budget affords.
+        threshold: of adaptive clipping, else ``None``.
+        accumulate: parts of a whole window.
+        rank, world_size: of this process and of the job.
+        probe: what an audit sees of each release.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        facts: DataFacts,
+        module: nn.Module,
+        layout: ParameterLayout,
+        *,
+        noise_multiplier: float,
+        charges: float,
+        threshold: AdaptiveThreshold | None,
+        noise: NoiseSource,
+        accumulate: int,
+        rank: int,
+        world_size: int,
+        probe: Probe | None = None,
+    ) -> None:
+        self.settings, self.ledger, self.facts = settings, ledger, facts
+        self.noise, self.threshold = noise, threshold
+        self.window = Window(layout, counted=threshold is not None)
+        self.mechanism: Mechanism
+        self.clipper: Clipper
+        self._module, self._probe = module, probe
+        self._multiplier, self._accumulate = noise_multiplier, accumulate
+        self._rank, self._world_size = rank, world_size
+        self._flags = _trainable(module)
+        self._pass_charged = False
+        self._specify(layout)
+        self.spending = Spending(ledger, charges=charges)
+        self.spending.forecast_for(self.charge(layout.numel))
+
+    # -- what a release is ----------------------------------------------------------------------------------------
+
+    def _specify(self, layout: ParameterLayout) -> None:
+        """Sets what the next release is clipped and noised by."""
+        self.mechanism = specification(self.settings, self.facts, layout, self.threshold, self._multiplier)
+        self.clipper = make_clipper(self.settings.clipping, self.mechanism, layout)
+
+    def charge(self, dimension: int) -> dict[str, Any]:
+        """What the accountant is told of the next release."""
+        return self.mechanism.charge(sample_rate=self.facts.sample_rate, dimension=dimension)
+
+    # -- gathering ------------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """Where a charge covers a whole pass over the data, the next release is charged again."""
+        self._pass_charged = False
+
+    def open(self, part: Part) -> Tensor:
+        """The buffer that the clipped gradients of ``part`` are added to."""
+        return self.window.open(part)
+
+    def begin_window(self) -> bool:
+        """Starts to gather anew, for the parameters that are trainable now; whether a draw was dropped."""
+        layout, flags = self.window.layout, _trainable(self._module)
+        if flags != self._flags:
+            layout, self._flags = ParameterLayout(self._module), flags
+            self._dimension_changed(layout)
+        return self.window.restart(layout)
+
+    def _dimension_changed(self, layout: ParameterLayout) -> None:
+        """Freezing or unfreezing changes n: the rest of the budget is judged with the new one."""
+        self._specify(layout)
+        charge = self.charge(layout.numel)
+        self.spending.limit(affordable_charges(self.settings, self.ledger.accountant, charge))
+        self.spending.forecast_for(charge)
+
+    # -- releasing ------------------------------------------------------------------------------------------------
+
+    def make(self) -> bool:
+        """Charges, noises, and writes ``.grad``; clears it where there is nothing to release or no budget left.
+
+        Nothing but a charged and noised sum ever reaches the optimizer.
+
+        Returns:
+            False if a sum had to be thrown away since the budget is spent.
+        """
+        parts, total = self.window.size, self.window.take()
+        layout = self.window.layout
+        accounted = not (by_pass(self.settings, self.facts) and self._pass_charged)
+        if total is None or (accounted and self.spending.exhausted):
+            for parameter in self._module.parameters():
+                parameter.grad = None
+            return total is None
+        self.spending.charge(self.charge(layout.numel), accounted=accounted)
+        self._pass_charged = True
+        total[layout.numel :] *= self.mechanism.count_factor
+        release_(
+            total,
+            noise=self.noise,
+            scale=self.mechanism.scale,
+            distribution=self.mechanism.distribution,
+            normaliser=self.facts.expected_batch_size,
+            release=self.ledger.releases - 1,
+            rank=self._rank,
+            world_size=self._world_size,
+            all_reduce=distributed_sum if self._world_size > 1 else None,
+        )
+        if self._probe is not None:
+            self._probe.released(total[: layout.numel])
+        layout.write_grads(total)
+        if self.threshold is not None:
+            self._follow(self.threshold, total[layout.numel], parts)
+        return True
+
+    def _follow(self, threshold: AdaptiveThreshold, released: Tensor, parts: int) -> None:
+        """C of the next release, from the noised count of this one."""
+        expected = self.facts.expected_batch_size
+        count = float(released) * expected / self.mechanism.count_factor
+        threshold.follow(count, expected, parts / self._accumulate)
+        self.ledger.clipping = threshold.state()
+        self._specify(self.window.layout)
+
+
+def specification(
+    settings: Settings,
+    facts: DataFacts,
+    layout: ParameterLayout,
+    threshold: AdaptiveThreshold | None,
+    noise_multiplier: float,
+) -> Mechanism:
+    """What a release of these parameters is clipped, noised and charged by."""
+    return settings.mechanism_with(
+        noise_multiplier,
+        max_grad_norm=None if threshold is None else threshold.value,
+        layer_sizes=layout.layer_sizes,
+        expected_batch_size=facts.expected_batch_size,
+    )
+
+
+def by_pass(settings: Settings, facts: DataFacts) -> bool:
+    """Whether a charge covers a whole pass over the data."""
+    return settings.sampling == "none" and facts.once_per_pass
+
+
+def _trainable(module: nn.Module) -> Sequence[bool]:
+    return [p.requires_grad for p in module.parameters()]
+
+
+def with_leaf_loss(output: Any, device: torch.device) -> Any:
+    """The step's output with a loss that Lightning's backward can run on without touching any parameter.
+
+    A step that returned None still gives a (zero) loss: its window is released and charged all the same.
+    """
+
+    def leaf(loss: Tensor) -> Tensor:
+        return loss.detach().clone().requires_grad_()
+
+    if output is None:
+        return leaf(torch.zeros((), device=device))
+    if isinstance(output, Tensor):
+        return leaf(output)
+    return {**output, "loss": leaf(output["loss"])}
