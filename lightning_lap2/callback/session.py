@@ -221,7 +221,6 @@ class FitSession:
         self._warn_of_a_poor_rest(self.ledger.plan.get("noise_multiplier"), plan)
         if self.threshold is not None and (dear := dear_count(terms, plan.noise_multiplier)):
             self._warn(dear)
-        self.plan = plan
         if plan.charges:
             specified = specification(settings, facts, layout, self.threshold, plan.noise_multiplier)
             for clip in (settings.max_grad_norm,) if self.threshold is None else self.threshold.ends:
@@ -250,6 +249,7 @@ class FitSession:
             world_size=trainer.world_size,
             probe=self._probe,
         )
+        self.plan = plan  # from here on there is something to report
         self.ledger.plan = summary(settings, terms, plan.end, plan.noise_multiplier)
         self.ledger.reproducible |= settings.noise_seed is not None
         self.planned_steps = self._steps_for(plan, ahead)
