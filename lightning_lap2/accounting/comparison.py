@@ -41,6 +41,8 @@ MAX_PARAMETER = 8.0
 MIN_RATE, MIN_PARAMETER = 1e-12, 1e-7
 """Below these the losses of one step drown in the rounding of its probabilities."""
 MAX_STEPS = 10**8
+MAX_LOG_SQUARE = 1e4
+"""Of log E[R'^2]: beyond it losses could overflow where e is raised to them; the other routes serve."""
 MAX_PAIRS = 32
 _LOG_TAIL_CONSTANT = math.log(3.5)
 """G(x) <= 3.5 e^{5x/4}: the maximum of (x^2/2 - x + 1) e^{-x/4} is 3.43, at x = 8.87."""
@@ -91,6 +93,8 @@ class Comparison:
             and 0 < len(self._counts) <= MAX_PAIRS
             and sum(self._counts.values()) <= MAX_STEPS
             and all(p.rate >= MIN_RATE and MIN_PARAMETER <= p.parameter <= MAX_PARAMETER for p in self._counts)
+            and sum(t * math.log1p(p.rate**2 * math.expm1(p.parameter**2)) for p, t in self._counts.items())
+            <= MAX_LOG_SQUARE
         )
 
     def epsilon(self, delta: float) -> float:

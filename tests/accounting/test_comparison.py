@@ -241,3 +241,16 @@ def test_mixed_steps_and_blocks() -> None:
     parts = [compared_pair(Release(m, 0.1, n), "laplace").parameter for n, m in [(100, 1.0), (10, 2.0)]]
     assert joined == pytest.approx(math.hypot(*parts), rel=1e-14)
     assert compared_pair(Release(1.0, 1.0 - 1e-12, 5), "laplace_l1") == compared_pair(Release(1.0, 1.0, 1), "laplace")
+
+
+@pytest.mark.parametrize("eps", [50.0, 1e3, 1e6])
+@pytest.mark.parametrize("rate", [0.01, 1 / 3, 1.0])
+def test_huge_budgets_are_left_to_the_other_routes(eps: float, rate: float) -> None:
+    """Millions of steps, whose losses no grid holds: found by a fit with eps = 1e6 and a given noise multiplier."""
+    accountant = MajorizedAccountant()
+    affordable = accountant.steps_within(eps=eps, delta=1e-5, noise_multiplier=0.6, sample_rate=rate, dimension=50)
+    terms = {"noise_multiplier": 0.6, "sample_rate": rate, "dimension": 50}
+    accountant.step(**terms, steps=int(affordable))
+    assert accountant.epsilon(delta=1e-5) <= eps
+    accountant.step(**terms)
+    assert accountant.epsilon(delta=1e-5) > eps

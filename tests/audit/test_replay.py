@@ -23,6 +23,7 @@ from lightning_lap2.accounting import MajorizedAccountant
 from lightning_lap2.audit.bench import Training
 from lightning_lap2.audit.neighbours import replay
 from lightning_lap2.audit.replay_result import Neighbour, ReplayResult
+from lightning_lap2.callback import releases as releases_module
 from lightning_lap2.callback import session as session_module
 from lightning_lap2.callback.selfcheck import Checked
 from lightning_lap2.gradients import FlatClipper, UnsupportedModelError
@@ -120,7 +121,7 @@ def unclipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def divided_by_the_number_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    release, parts = session_module.release_, []
+    release, parts = releases_module.release_, []
     fetched = session_module.FitSession.batch_fetched
 
     def batch_fetched(self: Any, batch: Any) -> None:
@@ -129,7 +130,7 @@ def divided_by_the_number_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(session_module.FitSession, "batch_fetched", batch_fetched)
     monkeypatch.setattr(
-        session_module,
+        releases_module,
         "release_",
         lambda total, **options: release(total, **{**options, "normaliser": max(1, parts[-1])}),
     )
