@@ -28,7 +28,7 @@ from finetuning import cached
 from jsonargparse import Namespace
 from torch import Tensor, nn
 from training import Row, fit, flags, summary, sweep
-from tuning import Classifier, prepare, test_accuracy, tuning_flags
+from tuning import Classifier, centred, prepare, test_accuracy, tuning_flags
 from vit import load_vit
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, public
@@ -78,7 +78,7 @@ class ViTClassifier(Classifier):
         self.pixels = pixels
 
     def features(self, inputs: list[Tensor]) -> Tensor:
-        return pooled(self.backbone, inputs[0], self.pixels)
+        return centred(pooled(self.backbone, inputs[0], self.pixels))
 
 
 def files(args: Namespace) -> list[tuple[Path, int | None]]:
@@ -92,7 +92,7 @@ def head_rows(args: Namespace) -> tuple[Rows, Rows]:
 
     key = [args.vit, args.data, args.subset, args.test_subset, args.pixels]
     train, test = cached(args.cache, key, compute)
-    return Rows(*train), Rows(*test)
+    return Rows(centred(train[0]), train[1]), Rows(centred(test[0]), test[1])
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:

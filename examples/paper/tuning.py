@@ -17,12 +17,12 @@ Optimizer = Literal["adam", "sgd"]
 ATTENTION = r".*\.(query|key|value|q_proj|k_proj|v_proj|q|k|v|c_attn)"
 
 
-def tuning_flags(parser: ArgumentParser, default: Tune = "head") -> None:
+def tuning_flags(parser: ArgumentParser, default: Tune = "head", optimizer: Optimizer = "adam") -> None:
     parser.add_argument(
         "--tune", type=Tune, default=default, help="a head on frozen features, adapters, or all weights"
     )
     parser.add_argument("--rank", type=int, default=4, help="of the adapters (--tune lora)")
-    parser.add_argument("--optimizer", type=Optimizer, default="adam")
+    parser.add_argument("--optimizer", type=Optimizer, default=optimizer, help="adam suits lora and full")
     parser.add_argument("--backbone-lr", type=float, default=1e-3, help="below the head (--tune lora, full)")
     parser.add_argument("--cache", type=str, default=None, help="file that keeps what is computed before training")
 
@@ -48,11 +48,16 @@ def prepare(backbone: nn.Module, tune: Tune, rank: int) -> nn.Module:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Each vector centred and scaled by its own mean and length: ``[B, D]`` to ``[B, D]`` of length 1.
+    """Each vector scaled by its own length: ``[B, D]`` to ``[B, D]`` of length 1.
 
     Statistics of the data set would be one more release to pay for.
     """
-    return F.normalize(x - x.mean(dim=-1, keepdim=True), dim=-1)
+    return F.normalize(x, dim=-1)
+
+
+def centred(x: Tensor) -> Tensor:
+    """Each vector less its own mean: ``[B, D]``."""
+    return x - x.mean(dim=-1, keepdim=True)
 
 
 class Classifier(L.LightningModule):
