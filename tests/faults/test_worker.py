@@ -51,9 +51,12 @@ def run(directory: Path, how: str | None, path: Path | None = None) -> tuple[Any
         if how is None:
             trainer.fit(classifier(pl), data, ckpt_path=path)
         else:
-            words = "DataLoader worker .* exited unexpectedly|killed by signal" if how == "killed" else "cannot be read"
-            with pytest.raises((RuntimeError, ArithmeticError), match=words):
+            # a worker that is killed while it hands over a batch leaves a connection without an end
+            errors = (RuntimeError, EOFError, ConnectionError) if how == "killed" else ArithmeticError
+            with pytest.raises(errors) as raised:
                 trainer.fit(classifier(pl), data, ckpt_path=path)
+            words = "DataLoader worker .* exited unexpectedly|killed by signal" if how == "killed" else "cannot be read"
+            assert raised.type in (EOFError, ConnectionResetError) or raised.match(words)
     return callback, len(seen)
 
 
