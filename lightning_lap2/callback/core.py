@@ -7,7 +7,7 @@ combines this mixin with its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -295,13 +295,16 @@ class Lap2Core:
         if session is None:
             return
         try:
-            self._close_journal(session, completed=completed)
+            _even_if_interrupted(lambda: self._close_journal(session, completed=completed))
             if session.plan is not None:
                 self._facts["dimension"] = session.layout.numel
-                if session.trainer.is_global_zero and session.directory is not None:
-                    write_report(self.report(), session.directory, warn=session.pl.utilities.rank_zero_warn)
+                _even_if_interrupted(lambda: self._write_report(session))
         finally:
             session.end()
+
+    def _write_report(self, session: FitSession) -> None:
+        if session.trainer.is_global_zero and session.directory is not None:
+            write_report(self.report(), session.directory, warn=session.pl.utilities.rank_zero_warn)
 
     def _close_journal(self, session: FitSession, *, completed: bool) -> None:
         try:
@@ -340,3 +343,13 @@ class Lap2Core:
                 f"Lap2Privacy: this callback had counted {before} releases, the checkpoint {self.steps}; the ledger "
                 "goes on from the checkpoint, as another branch. Whoever sees both branches' results knows both"
             )
+
+
+def _even_if_interrupted(act: Callable[[], None]) -> None:
+    """Does ``act`` although torch's SIGCHLD handler raises in the midst of it: in the main thread, wherever that is,
+    once for a DataLoader worker that died. The error then goes on."""
+    try:
+        act()
+    except RuntimeError:
+        act()
+        raise
