@@ -29,7 +29,7 @@ def scores(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> di
     if len(hypotheses) != len(references) or not all(references):
         raise ValueError(f"{len(hypotheses)} hypotheses need as many lists of references, none of them empty")
     return {
-        "bleu": package("sacrebleu").corpus_bleu(list(hypotheses), list(zip_longest(*references))).score,
+        "bleu": package("sacrebleu").corpus_bleu(list(hypotheses), list(zip_longest(*references)), force=True).score,
         "nist": nist(hypotheses, references),
         "rouge_l": rouge_l(hypotheses, references),
         "cider": cider(hypotheses, references),
