@@ -298,13 +298,24 @@ class FitSession:
 
     def _planned_terms(self, layout: ParameterLayout) -> dict[str, Any]:
         """What each charge will say besides the noise multiplier. Where a finetuning callback may unfreeze parameters
-        later: that of all of them clipped as one vector, which never costs less than some of them in any layers."""
+        later: that of all of them clipped as one vector, which under the tight bound never costs less than some of them
+        in any layers.
+
+        Raises:
+            UnsupportedSettingError: layers that may be unfrozen, under another bound.
+        """
         assert self.facts is not None
         given = self.settings.noise_multiplier
         specified = specification(self.settings, self.facts, layout, self.threshold, 1.0 if given is None else given)
         charge = specified.charge(sample_rate=self.facts.sample_rate, dimension=layout.numel)
         finetuning = self.pl.callbacks.BaseFinetuning
         if any(isinstance(callback, finetuning) for callback in self.trainer.callbacks):
+            if "layers" in charge and self.settings.bound != "tight":
+                raise UnsupportedSettingError(
+                    f"bound={self.settings.bound!r} with clipping='per_layer' and a finetuning callback: layers can "
+                    "cost more than one vector under this bound, so what is frozen now cannot be planned for; use "
+                    "bound='tight', or clipping='flat'"
+                )
             charge["dimension"] = sum(p.numel() for p in self.module.parameters())
             charge.pop("layers", None)
         return terms_of(charge)

@@ -362,3 +362,25 @@ def test_yaml_reaches_every_argument() -> None:
     settings = Lap2Privacy(**parser.parse_string(text).privacy.as_dict()).settings
     assert (settings.clipping, settings.target_quantile) == ("adaptive", 0.7)
     assert (settings.clip_learning_rate, settings.count_noise_scale) == (0.1, 3)
+
+
+@pytest.mark.parametrize("bound", ["tight", "joint"])
+def test_layers_that_may_be_unfrozen_are_planned_for_under_the_tight_bound_only(bound: str) -> None:
+    """As one vector all parameters never cost less than some of them in layers: true of "tight", not of "joint"."""
+
+    class Unfreeze(pl.callbacks.BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            pass
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            pass
+
+    callback = Lap2Privacy(eps=3.0, clipping="per_layer", bound=bound)
+    fit = quiet_trainer(pl, callback, Unfreeze(), max_epochs=1).fit
+    if bound == "joint":
+        with pytest.raises(ValueError, match=r"bound='joint' with clipping='per_layer' and a finetuning callback"):
+            fit(classifier(pl), loader(40, 8))
+        assert callback.steps == 0
+    else:
+        fit(classifier(pl), loader(40, 8))
+        assert 0 < callback.epsilon <= 3.0

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_lap2.gradients.clipping import Clipper
-from lightning_lap2.gradients.contraction import add_count
+from lightning_lap2.gradients.contraction import add_count, round_down
 from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError, full_precision
 from lightning_lap2.gradients.ghost.batchdims import BatchDims
 from lightning_lap2.gradients.ghost.combine import merge, norms_of_sum
@@ -130,7 +130,7 @@ class Collected:
             bad = ~torch.isfinite(norms).all(dim=0)
             norms[:, bad] = torch.inf
             discarded = bad.nonzero()[:, 0] if bool(bad.any()) else None
-        weights = (clipper.weights(norms) * self.factor).to(total.dtype)
+        weights = round_down(clipper.weights(norms) * self.factor, total.dtype)
         views, weight = layout.views(total), weights.unbind(0)
         with full_precision():
             for k, (uses, _) in self.terms.items():
