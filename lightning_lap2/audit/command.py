@@ -12,13 +12,11 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_lap2.audit.auditing import Method, audit
 from lightning_lap2.audit.canaries import CanaryKind
 from lightning_lap2.audit.config import (
-    FAILED,
     Parser,
     add_training,
-    fail,
-    find_local_modules,
     make_training,
     progress_bar,
+    run_command,
 )
 from lightning_lap2.audit.plots import plot
 from lightning_lap2.audit.result import AuditResult
@@ -81,16 +79,12 @@ def build_parser() -> ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs ``lightning-lap2 audit argv`` and returns the exit status."""
-    find_local_modules()
     parser = build_parser()
-    try:
-        config = parser.parse_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else FAILED
-    try:
-        result = _run(parser, config)
-    except (TypeError, ValueError, RuntimeError) as error:
-        return fail(str(error))
+    return run_command(parser, argv, lambda config: _audit(parser, config))
+
+
+def _audit(parser: ArgumentParser, config: Namespace) -> int:
+    result = _run(parser, config)
     print(json.dumps(result.to_dict()) if config.json else result)
     if config.plot:
         _plot(result, config.plot, quiet=config.json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -91,3 +91,16 @@ def fail(message: str) -> int:
     """One line on stderr; the exit status."""
     print(f"lightning-lap2: error: {' '.join(message.split())}", file=sys.stderr)
     return FAILED
+
+
+def run_command(parser: ArgumentParser, argv: Sequence[str], work: Callable[[Namespace], int]) -> int:
+    """Parses ``argv``, does ``work`` and returns the exit status: that of ``work``, or :data:`FAILED` on an error."""
+    find_local_modules()
+    try:
+        config = parser.parse_args(list(argv))
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else FAILED
+    try:
+        return work(config)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return fail(str(error))

@@ -6,16 +6,14 @@ import json
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from lightning_lap2.audit.config import (
-    FAILED,
     Parser,
     add_training,
-    fail,
-    find_local_modules,
     make_training,
     progress_bar,
+    run_command,
 )
 from lightning_lap2.audit.neighbours import replay
 
@@ -57,22 +55,18 @@ def build_parser() -> ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Runs ``lightning-lap2 replay argv`` and returns the exit status."""
-    find_local_modules()
     parser = build_parser()
-    try:
-        config = parser.parse_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else FAILED
-    try:
-        with progress_bar("replay") as progress:
-            result = replay(
-                make_training(parser, config),
-                records=config.records,
-                steps=config.steps,
-                seed=config.seed,
-                progress=progress,
-            )
-    except (TypeError, ValueError, RuntimeError) as error:
-        return fail(str(error))
+    return run_command(parser, argv, lambda config: _replay(parser, config))
+
+
+def _replay(parser: ArgumentParser, config: Namespace) -> int:
+    with progress_bar("replay") as progress:
+        result = replay(
+            make_training(parser, config),
+            records=config.records,
+            steps=config.steps,
+            seed=config.seed,
+            progress=progress,
+        )
     print(json.dumps(result.to_dict()) if config.json else result)
     return VIOLATED if result.violated else 0
