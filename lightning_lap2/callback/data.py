@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_lap2.callback.refusals import UnsupportedSettingError
+from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.callback.settings import Sampling
 from lightning_lap2.sampling import (
     Part,

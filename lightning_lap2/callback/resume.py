@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_lap2.callback.journal import FILE_NAME, local_path
 from lightning_lap2.callback.ledger import Ledger
-from lightning_lap2.callback.refusals import UnsupportedSettingError
+from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.callback.settings import Settings
 
 NO_JOURNAL = (

@@ -25,7 +25,7 @@ from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.patches import Patches, muted_loggers
 from lightning_lap2.callback.plan import Horizon, Plan, horizon, make_plan, summary, terms_of
 from lightning_lap2.callback.probe import Probe, Release
-from lightning_lap2.callback.refusals import UnsupportedSettingError
+from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.callback.releases import Releases, by_pass, specification, with_leaf_loss
 from lightning_lap2.callback.resume import NO_JOURNAL, Resumed, accept_untracked, settle
 from lightning_lap2.callback.selfcheck import Checked, check_step

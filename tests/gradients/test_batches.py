@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_lap2.gradients.batches import example, rows, take_apart, untouchable
-from lightning_lap2.gradients.engine import UnsupportedModelError
+from lightning_lap2.gradients import UnsupportedModelError
 
 Pair = namedtuple("Pair", ["x", "y"])
 

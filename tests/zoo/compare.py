@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lap2.gradients.engine import Engine, StepCall
+from lightning_lap2.gradients import Engine, StepCall
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.mechanism import Norm
 

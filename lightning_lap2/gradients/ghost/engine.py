@@ -15,9 +15,10 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointError
 
+from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.contraction import add_count, round_down
-from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError, full_precision
+from lightning_lap2.gradients.engine import Engine, full_precision
 from lightning_lap2.gradients.ghost.batchdims import BatchDims
 from lightning_lap2.gradients.ghost.combine import merge, norms_of_sum
 from lightning_lap2.gradients.ghost.graph import Use, Walk
@@ -27,6 +28,7 @@ from lightning_lap2.gradients.ghost.sources import Pulled, term_of_parameter
 from lightning_lap2.gradients.ghost.state import Kept, refuse_written
 from lightning_lap2.gradients.ghost.terms import Dense, Term
 from lightning_lap2.gradients.parameters import ParameterLayout
+from lightning_lap2.gradients.stepcall import StepCall
 from lightning_lap2.gradients.tracing import batch_statistics_refused, refuse_layers
 
 

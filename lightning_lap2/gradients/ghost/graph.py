@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from lightning_lap2.gradients.engine import UnsupportedModelError
+from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.ghost.batchdims import NO_BATCH, BatchDims
 from lightning_lap2.gradients.ghost.sources import Derived, Form, Node
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_lap2.gradients.engine import UnsupportedModelError
+from lightning_lap2.errors import UnsupportedModelError
 
 # Lightning's own on a LightningModule, and what is walked by itself
 _SKIPPED = {"_trainer", "_fabric", "_parameters", "_buffers", "_modules"}

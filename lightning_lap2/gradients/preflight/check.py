@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.batches import BatchParts
-from lightning_lap2.gradients.engine import Engine, UnsupportedModelError
+from lightning_lap2.gradients.engine import Engine
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.preflight.algebra import (
     Evaluation,

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.batches import BatchParts, take_apart
 from lightning_lap2.gradients.clipping import FlatClipper
-from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError, full_precision
+from lightning_lap2.gradients.engine import Engine, full_precision
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.preflight.algebra import Evaluation
 from lightning_lap2.gradients.preflight.draws import still
+from lightning_lap2.gradients.stepcall import StepCall
 
 Collate = Callable[[list[Any]], Any]
 MakeCall = Callable[[Any, int], StepCall]
