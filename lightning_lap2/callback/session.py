@@ -26,7 +26,7 @@ from lightning_lap2.callback.delivery import Delivery, find_examples
 from lightning_lap2.callback.feedback import FeedbackWatch
 from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Ledger
-from lightning_lap2.callback.patches import Patches, muted_loggers
+from lightning_lap2.callback.patches import Patches, muted_loggers, withhold_loss
 from lightning_lap2.callback.plan import Horizon, Plan, horizon, make_plan, summary, terms_of
 from lightning_lap2.callback.probe import Probe, Release
 from lightning_lap2.callback.releases import Releases, by_pass, specification
@@ -39,6 +39,11 @@ from lightning_lap2.gradients.trial import Trial, identical_views, try_step
 from lightning_lap2.noise import make_noise_source
 from lightning_lap2.sampling import Part, peek
 
+NEVER_RELEASED = (
+    "a draw was never released: the optimizer did not step on it (an optimizer_step override that skips steps, or does "
+    "not call its closure?). Which draws are released must not depend on what they hold: step on every batch, or use "
+    "Trainer(accumulate_grad_batches=...)"
+)
 # records that are looked at before training
 _TRIAL_RECORDS = 4
 
@@ -79,6 +84,8 @@ class FitSession:
         self._part: Part | None = None
         self._output: Any = None
         self._in_step = False
+        self._failed: Exception | None = None
+        self._stop_after_draw = False
         self._feedback: FeedbackWatch | None = None
         self._lost_warned = False
 
@@ -91,7 +98,7 @@ class FitSession:
             UnsupportedSettingError: naming the setting and what to use instead.
         """
         refusals.check_trainer(self.trainer, self.pl)
-        refusals.check_module(self.module)
+        refusals.check_module(self.module, self.pl)
         strategy, fit_loop = self.trainer.strategy, self.trainer.fit_loop
         process, setup, gather = strategy.process_dataloader, fit_loop.setup_data, strategy.all_gather
 
@@ -114,8 +121,9 @@ class FitSession:
             return gather(*args, **options)
 
         optimization = fit_loop.epoch_loop.automatic_optimization
-        run, to_device, before_transfer = (
+        run, make_closure, to_device, before_transfer = (
             optimization.run,
+            optimization._make_closure,
             strategy.batch_to_device,
             self.module._on_before_batch_transfer,
         )
@@ -131,14 +139,20 @@ class FitSession:
             run(*args, **options)
             return self.take_output()
 
+        def _make_closure(*args: Any, **options: Any) -> Any:
+            return withhold_loss(make_closure(*args, **options), self.trainer)
+
         self.patches.shadow(strategy, "batch_to_device", batch_to_device)
         self.patches.shadow(self.module, "_on_before_batch_transfer", on_before_batch_transfer)
         self.patches.shadow(optimization, "run", run_optimization)
+        self.patches.shadow(optimization, "_make_closure", _make_closure)
         self.patches.shadow(strategy, "process_dataloader", process_dataloader)
         self.patches.shadow(fit_loop, "setup_data", setup_data)
         self.patches.shadow(strategy, "training_step", self.training_step)
         self.patches.shadow(strategy, "all_gather", all_gather)
         self.patches.shadow(fit_loop.epoch_loop, "on_run_start", self._epoch_starter(fit_loop.epoch_loop))
+        for name in ("advance", "on_advance_end"):
+            self.patches.shadow(fit_loop.epoch_loop, name, self._draws_watched(getattr(fit_loop.epoch_loop, name)))
 
     def end(self) -> None:
         self.patches.undo()
@@ -382,7 +396,8 @@ class FitSession:
         Raises:
             UnsupportedSettingError, UnsupportedModelError: naming the setting, layer or line.
         """
-        refusals.check_optimizers(self.trainer.optimizers)
+        refusals.check_optimizers(self.trainer.optimizers, self.module)
+        refusals.check_parameter_hooks(self.module)
         self._feedback = FeedbackWatch(self.trainer, self.ledger, allowed=self.settings.allow_feedback)
         if not self.planned_steps:
             return
@@ -507,6 +522,39 @@ class FitSession:
                 "records in it; let every batch train, and bound the length of an epoch by limit_train_batches"
             )
 
+    def _draws_watched(self, advance: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A part of the epoch loop, after which every draw that was fetched must be on its way to a release.
+
+        A stop that was asked for in the midst of a draw waits until the draw is released: how many releases there are
+        is a matter of whole draws.
+        """
+
+        def watched(fetcher: Any) -> None:
+            try:
+                advance(fetcher)
+            except StopIteration:  # on_train_batch_start returned -1
+                self.check_trained()
+                raise
+            self.check_trained()
+            self.check_released()
+            if not self.releases.window.empty and self.trainer.should_stop:
+                self._stop_after_draw, self.trainer.should_stop = True, False
+            elif self.releases.window.empty and self._stop_after_draw:
+                self._stop_after_draw, self.trainer.should_stop = False, True
+
+        return watched
+
+    def check_released(self) -> None:
+        """
+        Raises:
+            UnsupportedSettingError: all parts of a draw went through the step, and the optimizer did not step.
+            Exception: what the engine raised, and the user's code swallowed.
+        """
+        if self._failed is not None:
+            raise self._failed
+        if self.releases.window.complete:
+            raise UnsupportedSettingError(NEVER_RELEASED)
+
     def training_step(self, *args: Any) -> Any:
         """In place of ``Strategy.training_step``: gradients by the engine. Lightning gets a constant for a loss, so
         that nothing but the noised gradient reaches the optimizer; see :meth:`take_output`."""
@@ -522,8 +570,13 @@ class FitSession:
         call = self._call((self.delivery.take(), *args[1:]), part.count, self._key(part))
         if self._probe is not None:
             call = self._probe.drawn(part, call)
-        with self._user_code():
-            self._output = self.runner.accumulate(call, self.layout, self.releases.clipper, self.releases.open(part))
+        total = self.releases.open(part)
+        try:
+            with self._user_code():
+                self._output = self.runner.accumulate(call, self.layout, self.releases.clipper, total)
+        except Exception as error:
+            self._failed = error  # one example must not decide over the others' gradients, should someone catch this
+            raise
         return torch.zeros((), device=self.layout.device, requires_grad=True)
 
     def _key(self, part: Part) -> bytes | None:
@@ -556,14 +609,13 @@ class FitSession:
             UnsupportedSettingError: the draw before was never released.
         """
         if self.releases.begin_window():
-            raise UnsupportedSettingError(
-                "a draw was never released: the optimizer did not step on it (an optimizer_step override that skips "
-                "steps?). Which draws are released must not depend on what they hold: step on every batch, or use "
-                "Trainer(accumulate_grad_batches=...)"
-            )
+            raise UnsupportedSettingError(NEVER_RELEASED)
 
     def release(self) -> None:
         """See :meth:`Releases.make`."""
+        if self._failed is not None:
+            raise self._failed
+        refusals.check_parameter_hooks(self.module)
         if not self.releases.make():
             self._stop()
 
