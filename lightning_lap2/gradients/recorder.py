@@ -117,11 +117,12 @@ class MetricEvent:
 
 @dataclass
 class Trace:
-    """One run of the step: what it called and returned, tensors replaced by :class:`Slot`."""
+    """One run of the step: what it called, returned and wrote to its module, tensors replaced by :class:`Slot`."""
 
     tensors: list[Tensor] = field(default_factory=list)
     events: list[LogEvent | MetricEvent] = field(default_factory=list)
     output: Any = None
+    writes: dict[int, dict[Any, Any]] = field(default_factory=dict)
 
     def hold(self, value: Any) -> Any:
         """``value`` with every tensor in it replaced by a slot."""

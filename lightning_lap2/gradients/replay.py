@@ -110,6 +110,11 @@ class Replay:
             return self._whole(leaf)
         return _common_number(what, values) if isinstance(leaf, bool | int | float) else leaf
 
+    def value(self, slot: Slot) -> Tensor:
+        """The batch's value of a tensor: the mean of 0-dim ones, the rows of others one after the other."""
+        with torch.no_grad():
+            return self._whole(slot)
+
     def _whole(self, slot: Slot) -> Tensor:
         return self._concatenated(slot) if self._values(slot)[0].dim() > 1 else self._mean(slot)
 

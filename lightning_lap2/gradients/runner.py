@@ -13,11 +13,11 @@ from torch.func import functional_call
 from lightning_lap2.batches import Examples
 from lightning_lap2.batches.generators import Entropy, private_generators
 from lightning_lap2.errors import IsolationError, UnsupportedModelError
-from lightning_lap2.gradients.attributes import AttributeGuard
 from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.recorder import Recorder, Trace
 from lightning_lap2.gradients.replay import Replay
+from lightning_lap2.gradients.state import StateGuard, StateMemory
 from lightning_lap2.gradients.stepcall import StepCall
 from lightning_lap2.gradients.tracing import batch_statistics_refused, refuse_layers
 
@@ -61,7 +61,7 @@ class UserStep:
     """
 
     def __init__(
-        self, module: nn.Module, call: StepCall, places: Sequence[int], recorder: Recorder, guard: AttributeGuard,
+        self, module: nn.Module, call: StepCall, places: Sequence[int], recorder: Recorder, guard: StateGuard,
         forward: _Forward, entropy: Entropy, device: torch.device,
     ) -> None:  # fmt: skip
         self.module, self.call, self._places = module, call, places
@@ -87,6 +87,7 @@ class UserStep:
             else:
                 output = functional_call(self._forward, by_slot, args, tie_weights=False)
             loss = trace.take_output(output)
+        self._guard.take_writes(trace)
         if loss is None:
             loss = torch.zeros((), device=self._device)
         return loss, tuple(trace.tensors)
@@ -98,14 +99,13 @@ class UserStep:
         Args:
             together: whether all examples run at once (``vmap``), so that Python values cannot depend on one of them.
         """
-        self._guard.begin_call()
+        self._guard.begin_call(together=together)
         with private_generators(self._entropy, self._device):
             yield
-        self._guard.end_call(allow_plain=together)
 
     def forget(self) -> None:
-        """Puts the module back as it was before the batch: an engine gave up, another begins anew."""
-        self._guard.undo()
+        """Puts the module back as the step found it: an engine gave up, another begins anew."""
+        self._guard.restore()
 
     def revised(self, first: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """``gradients`` of the examples from number ``first`` on, or what an audit puts in their place."""
@@ -137,6 +137,7 @@ class StepRunner:
 
     Attributes:
         used: names of the engines that have run so far, in order of first use.
+        memory: what is known about the module's state; made at the first batch where nobody sets it before.
     """
 
     def __init__(self, module: nn.Module, engines: Sequence[Engine]) -> None:
@@ -144,6 +145,7 @@ class StepRunner:
         self.used: list[str] = []
         self.passed_over: dict[str, str] = {}
         self._recorder, self._forward = Recorder(module), _Forward(module)
+        self.memory: StateMemory | None = None
         self._first: dict[Any, int] = {}
         self._layout: ParameterLayout | None = None
 
@@ -167,7 +169,9 @@ class StepRunner:
         batch = call.examples
         if layout is not self._layout:
             self._layout, self._first = layout, {}  # what an engine can do depends on what trains
-        guard = AttributeGuard(self.module)
+        if self.memory is None:
+            self.memory = StateMemory(self.module)
+        guard = StateGuard(self.memory)
         entropy = Entropy(call.key)
         traced: list[tuple[Sequence[int], Traced]] = []
         try:
@@ -178,10 +182,11 @@ class StepRunner:
                     )
                     traced += self._group(group, step, layout, clipper, total if call.count else None)
         except BaseException:
-            guard.undo()
+            guard.abandon()
             raise
-        guard.close()
-        return Replay([t.trace for t in traced], [t.tensors for t in traced], call.count).run()
+        replay = Replay([t.trace for t in traced], [t.tensors for t in traced], call.count)
+        guard.close(replay.traces, replay.value)
+        return replay.run()
 
     def _group(
         self, group: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None

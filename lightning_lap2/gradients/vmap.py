@@ -122,10 +122,16 @@ class VmapEngine(Engine):
 
 
 def runs_alone(examples: Examples, step: UserStep) -> bool:
-    """Whether the step runs on one example without ``vmap``: then the error is not the user's."""
+    """Whether the step runs on one example without ``vmap``: then the error is not the user's.
+
+    Raises:
+        UnsupportedModelError: what it does there is refused under every engine.
+    """
     try:
         step.forget()
         step(examples.example(0))
+    except UnsupportedModelError:
+        raise
     except Exception:
         return False
     finally:

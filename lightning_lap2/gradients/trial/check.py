@@ -59,7 +59,7 @@ class Trial:
 def try_step(runner: StepRunner, layout: ParameterLayout, call: StepCall, plain: tuple[Any, ...] | None) -> Trial:
     """Runs the step on the examples of ``call``, spending none of the data: nothing is kept, logged or counted.
 
-    Costs three passes over them, a flat gradient or two, and a copy of the module's tensors.
+    Costs four passes over them, a flat gradient or two, and a copy of the module's tensors.
 
     Args:
         call: of a few examples, as training will make them.
@@ -75,6 +75,8 @@ def try_step(runner: StepRunner, layout: ParameterLayout, call: StepCall, plain:
     with untouched(module):
         try:
             gradient = _alone(runner, layout, call)
+            # and again, where what the first pass left on the module may be in the way
+            _alone(runner, layout, call)
         except UnsupportedModelError:
             raise
         except Exception as error:
