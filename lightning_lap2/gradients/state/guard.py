@@ -68,8 +68,22 @@ class StateMemory:
         self._places: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self._again: dict[tuple[int, Any], tuple[Any, Any, Any]] = {}
         self._counters: dict[tuple[int, Any], Any] | None = None
+        self._nodes: list[Node] = []
+        self._taints = -1
 
     # -- looking ----------------------------------------------------------------------------------------------------
+
+    def nodes(self) -> tuple[list[Node], bool]:
+        """All containers, and whether none of them changed since :meth:`remember`, where nothing was to be withheld."""
+        taints = self.provenance.taints
+        if self._nodes and taints == self._taints and all(node.untouched() for node in self._nodes):
+            return self._nodes, True
+        self._nodes, self._taints = [], taints
+        return walk(self.roots), False
+
+    def remember(self, nodes: list[Node]) -> None:
+        """Nothing of these is withheld."""
+        self._nodes = nodes
 
     def holds_records(self, node: Node, key: Any, value: Any) -> bool:
         """Whether an entry may have been computed from records."""
@@ -156,9 +170,12 @@ class StateGuard:
 
     def __init__(self, memory: StateMemory) -> None:
         self.memory = memory
-        self._nodes = walk(memory.roots)
+        self._nodes, known = memory.nodes()
         self._real: list[dict[Any, Any]] = [node.items for node in self._nodes]
-        self._withhold()
+        self._withheld = not known and self._withhold()
+        if not self._withheld:
+            memory.remember(self._nodes)
+        self._running = False
         self._contents = {
             (number, key): Content(value)
             for number, node in enumerate(self._nodes)
@@ -167,7 +184,9 @@ class StateGuard:
         }
         self._together = False
 
-    def _withhold(self) -> None:
+    def _withhold(self) -> bool:
+        """Puts stand-ins where a step must not look; whether there was anything."""
+        found = False
         for node in self._nodes:
             if isinstance(node.live, tuple):
                 continue
@@ -185,7 +204,9 @@ class StateGuard:
                 else:
                     for key in node.items:
                         put(node.live, key, visible.get(key, GONE))
-                node.items = visible
+                node.items, found = visible, True
+                node.look()
+        return found
 
     # -- around each call -------------------------------------------------------------------------------------------
 
@@ -196,7 +217,9 @@ class StateGuard:
             together: whether all examples run at once (``vmap``), so that plain tensors cannot hold one of them.
         """
         self._together = together
-        self.restore()
+        if self._running:
+            self.restore()
+        self._running = True
 
     def take_writes(self, trace: Trace) -> None:
         """After the user's code, still inside ``vmap``: moves what it wrote into ``trace``, and the module back.
@@ -207,10 +230,15 @@ class StateGuard:
         for (number, key), content in self._contents.items():
             if content.counted():
                 self._refuse_write(number, key)
+        touched = False
         for number, node in enumerate(self._nodes):
-            if node.changed():
-                trace.writes[number] = self._writes(node, trace)
-        self.restore()
+            if not node.untouched():
+                touched = True
+                if node.changed():
+                    trace.writes[number] = self._writes(node, trace)
+        if touched:
+            self.restore()
+        self._running = False
 
     def _writes(self, node: Node, trace: Trace) -> dict[Any, Any]:
         hold = _Hold(trace, node, self._together)
@@ -236,14 +264,19 @@ class StateGuard:
 
     def restore(self) -> None:
         """The module as every call finds it."""
+        self._running = False
         for node in self._nodes:
-            node.restore()
+            if not node.untouched():
+                node.restore()
 
     def abandon(self) -> None:
         """The module as it was before the batch."""
         for node, real in zip(self._nodes, self._real, strict=True):
-            node.items = real
-            node.restore()
+            if node.items is not real:
+                node.items = real
+                node.restore()
+            elif not node.untouched():
+                node.restore()
 
     # -- after the batch --------------------------------------------------------------------------------------------
 
@@ -261,7 +294,8 @@ class StateGuard:
                 content.restore()
                 self._refuse_write(number, key)
         shown = [node.items for node in self._nodes]
-        self.abandon()
+        if self._withheld or self._running:
+            self.abandon()
         grew: dict[tuple[int, Any], Any] = {}
         for number in {n: None for trace in traces for n in trace.writes}:
             writes = [trace.writes.get(number, {}) for trace in traces]

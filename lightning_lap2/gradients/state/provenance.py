@@ -15,9 +15,13 @@ class Provenance:
     """Storages that are known to be clean; one that is not known is not.
 
     A parameter is clean unless it was tainted: besides the optimizer only users' hooks write it.
+
+    Attributes:
+        taints: how often something was tainted.
     """
 
     def __init__(self) -> None:
+        self.taints = 0
         # by address of the storage's memory block, which its weak reference keeps from being given to another
         self._clean: dict[int, StorageWeakRef] = {}
         self._tainted: dict[int, StorageWeakRef] = {}
@@ -37,6 +41,7 @@ class Provenance:
     def taint(self, tensor: Tensor) -> None:
         """Notes that it was written from something that may hold records."""
         if (key := _key(tensor)) is not None:
+            self.taints += 1
             self._clean.pop(key, None)
             self._tainted[key] = StorageWeakRef(tensor.untyped_storage())
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
+from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -33,13 +33,37 @@ GONE = object()
 """In place of an entry that is not there."""
 
 
-@dataclass
 class Node:
-    """A container as it was: ``items`` is a shallow copy of its entries by key, position or attribute."""
+    """A container as it was.
 
-    path: str
-    live: Any
-    items: dict[Any, Any]
+    Attributes:
+        path: how the user's code reaches it.
+        live: the container itself.
+        items: a shallow copy of its entries by key, position or attribute.
+    """
+
+    __slots__ = ("_keys", "_values", "items", "live", "path")
+
+    def __init__(self, path: str, live: Any, items: dict[Any, Any]) -> None:
+        self.path, self.live, self.items = path, live, items
+        self._values: list[Any] = []
+        self._keys: list[Any] = []
+        self.look()
+
+    def look(self) -> None:
+        """Remembers the container's present values, for :meth:`untouched`."""
+        held = _held(self.live)
+        self._values = list(held.values()) if isinstance(held, dict) else list(held)
+        self._keys = list(held) if isinstance(held, dict) else []
+
+    def untouched(self) -> bool:
+        """Whether every entry is the object that was there at the last :meth:`look`: a quick sufficient condition."""
+        held = _held(self.live)
+        if len(held) != len(self._values):
+            return False
+        if isinstance(held, dict):
+            return all(map(is_, held.values(), self._values)) and all(map(is_, held, self._keys))
+        return all(map(is_, held, self._values))
 
     @property
     def ordered(self) -> bool:
@@ -47,6 +71,7 @@ class Node:
         return isinstance(self.live, list | tuple | set | deque)
 
     def changed(self, *, everything: bool = False) -> bool:
+        """Whether it holds something else than ``items``."""
         now = entries(self.live, everything=everything)
         return now.keys() != self.items.keys() or not all(map(_same, now.values(), self.items.values()))
 
@@ -72,6 +97,10 @@ class Node:
             if self.path.endswith(f".{registered}"):
                 return f"{self.path.removesuffix(registered)}{key}"
         return f"{self.path}.{key}" if kind(self.live) == "object" else f"{self.path}[{key!r}]"
+
+
+def _held(value: Any) -> Any:
+    return value if isinstance(value, list | tuple | dict | set | deque) else vars(value)
 
 
 def refill(container: Any, values: Iterable[Any]) -> None:
