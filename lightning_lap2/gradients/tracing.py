@@ -24,12 +24,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.errors import IsolationError, UnsupportedModelError
+from lightning_lap2.gradients.physical import is_wrapped, quiet_fallback, replaced
 
 
 def is_traced(value: Any) -> bool:
     """Whether ``value`` is a tensor inside a ``torch.func`` transform."""
-    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return isinstance(value, Tensor) and is_wrapped(value)
 
 
 # --- refused by name -------------------------------------------------------------------------------------------------
@@ -135,50 +136,33 @@ _FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 
 
 @contextmanager
-def way_through(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, code that fails under ``vmap(grad(...))`` without need runs; afterwards nothing is left patched."""
+def traceable(module: nn.Module) -> Iterator[None]:
+    """Inside, code that fails under ``vmap`` without need runs; afterwards nothing is left patched."""
     with ExitStack() as undo:
-        undo.enter_context(_quiet_fallback())
+        undo.enter_context(quiet_fallback())
+        undo.enter_context(replaced(F, "one_hot", _one_hot(F.one_hot)))
+        masking = sys.modules.get("transformers.masking_utils")
+        if masking is not None and "is_tracing" in vars(masking):  # transformers 5
+            undo.enter_context(replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
+        for layer in layers_of(module):
+            if isinstance(layer, nn.RNNBase):
+                # its forward collects the parameters it finds, which may be traced ones
+                undo.callback(vars(layer).update, {name: vars(layer)[name] for name in _FLAT_WEIGHTS})
+        yield
+
+
+@contextmanager
+def way_through(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """:func:`traceable` for ``vmap(grad(...))``."""
+    with traceable(module), ExitStack() as undo:
         if device.type == "cpu":
             # the CPU's fused attention has no batching rule: it would run one example at a time
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
-        undo.enter_context(_replaced(F, "one_hot", _one_hot(F.one_hot)))
-        masking = sys.modules.get("transformers.masking_utils")
-        if masking is not None and "is_tracing" in vars(masking):  # transformers 5
-            undo.enter_context(_replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
-        for layer in module.modules():
-            if isinstance(layer, nn.RNNBase):
-                # its forward collects the parameters it finds, here the traced ones
-                undo.callback(vars(layer).update, {name: vars(layer)[name] for name in _FLAT_WEIGHTS})
+        for layer in layers_of(module):
             if isinstance(layer, nn.GRU | nn.RNN):
                 handle = layer.register_forward_pre_hook(_batched_state, with_kwargs=True)
                 undo.callback(handle.remove)
         yield
-
-
-@contextmanager
-def _quiet_fallback() -> Iterator[None]:
-    """Some operators run example by example inside vmap and would warn; they are right, only slow.
-
-    The switch has no getter; afterwards it stands as torch starts with it. (A warnings filter instead would make
-    Python forget which of the user's warnings it has shown, at every step.)
-    """
-    switch = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -226,15 +210,18 @@ def _batched_state(
 # --- naming the line -------------------------------------------------------------------------------------------------
 
 
-def explain(error: BaseException, module: nn.Module) -> NoReturn:
+def explain(error: BaseException, module: nn.Module, *, engine: str = "vmap") -> NoReturn:
     """Raises :class:`UnsupportedModelError` for code that runs alone but not under ``vmap``.
 
     The message names the user's line, the innermost layer where one is known, and the engine that can run it.
+
+    Args:
+        engine: which one met it.
     """
-    if isinstance(error, UnsupportedModelError):
-        raise error
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, UnsupportedModelError):
+        raise error
     where = _user_line(frames, lines)
     layer = _innermost_layer(frames, module)
     at = f" in layer {layer}" if layer else ""
@@ -245,10 +232,13 @@ def explain(error: BaseException, module: nn.Module) -> NoReturn:
             f"is refused under every engine. Write it in on_train_batch_end, from public quantities "
             f"[{type(error).__name__}: {summary}]"
         ) from error
+    remedy = {
+        "vmap": "Use engine='loop', which runs one example at a time, or rewrite that line",
+        "ghost": "Use engine='auto', which goes on to an engine that runs it, or rewrite that line",
+    }
     raise UnsupportedModelError(
-        f"{where}{at} cannot run for all examples at once (engine='vmap'): {_cause(summary)}. "
-        f"Use engine='loop', which runs one example at a time, or rewrite that line "
-        f"[{type(error).__name__}: {summary}]"
+        f"{where}{at} cannot run for all examples at once (engine={engine!r}): {_cause(summary)}. "
+        f"{remedy[engine]} [{type(error).__name__}: {summary}]"
     ) from error
 
 
