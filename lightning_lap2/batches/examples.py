@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_lap2.batches.containers import bare, flatten, rebuild, structure
+from lightning_lap2.batches.containers import Flat, bare, flatten, rebuild, structure
 from lightning_lap2.errors import UnsupportedModelError
 
 
@@ -96,6 +96,30 @@ def _common(values: list[Any]) -> Any:
     return values[0] if _same_for_all(values) else values
 
 
+class _Growing:
+    """Examples of one structure and shape, copied as they come: what made them may use its memory again."""
+
+    def __init__(self, first: Flat) -> None:
+        self._first = first
+        self._stacks = [t.new_empty((1, *t.shape)) for t in first.tensors]
+        self._others: list[list[Any]] = [[] for _ in first.others]
+        self.places: list[int] = []
+
+    def add(self, place: int, flat: Flat) -> None:
+        row = len(self.places)
+        for k, tensor in enumerate(flat.tensors):
+            if row == len(self._stacks[k]):
+                self._stacks[k] = torch.cat([self._stacks[k], torch.empty_like(self._stacks[k])])
+            self._stacks[k][row] = tensor
+        for values, value in zip(self._others, flat.others, strict=True):
+            values.append(value)
+        self.places.append(place)
+
+    def examples(self) -> Examples:
+        count, first = len(self.places), self._first
+        return Examples(bare(first.skeleton), [s[:count] for s in self._stacks], self._others, first.paths, count)
+
+
 class ExampleBatch:
     """One loader batch: its examples, those of one structure and shape together.
 
@@ -115,19 +139,14 @@ class ExampleBatch:
     @classmethod
     def of(cls, batches: Iterable[Any]) -> ExampleBatch:
         """From the batches of single examples, grouped by structure and shape in the order of first appearance."""
-        found: dict[Any, list[tuple[int, Any]]] = {}
+        groups: dict[Any, _Growing] = {}
         for place, batch in enumerate(batches):
             flat = flatten(batch)
             key = (flat.signature, tuple((t.shape, t.dtype, t.device) for t in flat.tensors))
-            found.setdefault(key, []).append((place, flat))
-        groups = []
-        for members in found.values():
-            first = members[0][1]
-            columns = zip(*(flat.tensors for _, flat in members), strict=True)
-            tensors = [torch.stack(column) if len(members) > 1 else column[0][None] for column in columns]
-            others = [list(values) for values in zip(*(flat.others for _, flat in members), strict=True)]
-            groups.append(Examples(bare(first.skeleton), tensors, others, first.paths, len(members)))
-        return cls(groups, [[place for place, _ in members] for members in found.values()])
+            if key not in groups:
+                groups[key] = _Growing(flat)
+            groups[key].add(place, flat)
+        return cls([group.examples() for group in groups.values()], [group.places for group in groups.values()])
 
     @property
     def count(self) -> int:

@@ -44,7 +44,7 @@ class Lap2Core:
         bound: Literal["tight", "joint", "published"] = "tight",
         sampling: Literal["poisson", "none"] = "poisson",
         clipping: Literal["flat", "automatic", "per_layer", "adaptive"] = "flat",
-        engine: Literal["vmap", "ghost", "loop", "auto"] = "vmap",
+        engine: Literal["auto", "ghost", "vmap", "loop"] = "auto",
         chunk_size: int | None = None,
         augmentations: int = 1,
         noise_source: Literal["auto", "aes", "torch"] = "auto",
@@ -198,7 +198,7 @@ class Lap2Core:
         assert session is not None
         session.check_before_training()
         session.open_journal()
-        self._facts["caveats"], self._facts["engine"] = session.checked.notes, session.engine.name
+        self._facts["caveats"], self._facts["engine"] = session.trial.notes, session.engine_name
         for logger in trainer.loggers:
             logger.log_hyperparams(
                 {
@@ -253,10 +253,6 @@ class Lap2Core:
         # of what the module logged in on_train_epoch_end, which runs after this callback's
         self._session.check_feedback()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        assert self._session is not None
-        self._session.batch_fetched(batch)
-
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         assert self._session is not None
         self._session.release()
@@ -272,6 +268,7 @@ class Lap2Core:
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         assert self._session is not None
+        self._session.check_trained()
         self._session.check_feedback()
         self._session.check_weights()
 

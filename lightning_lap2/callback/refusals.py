@@ -16,7 +16,6 @@ from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.mechanism import Mechanism
 from lightning_lap2.noise.base import MAX_UNITS
 
-
 _TYPES = (torch.float32, torch.float64, torch.bfloat16)
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 

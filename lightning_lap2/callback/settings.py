@@ -154,13 +154,11 @@ class Settings:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """The engines to try, in order. ``"auto"`` is ghost where its trial accepts the model, else vmap; vmap at once
-        where a setting has a meaning for vmap only."""
+        """The engines to try, in order. All show the step one example at a time; ``"auto"`` goes from the fastest to the
+        one that runs everything."""
         if self.engine != "auto":
             return (self.engine,)
-        if self.mechanism == "laplace_l1" or self.chunk_size is not None:
-            return ("vmap",)
-        return ("ghost", "vmap")
+        return ("vmap", "loop")
 
     def mechanism_with(
         self,

@@ -6,6 +6,7 @@ from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.clipping import Clipper, FlatClipper, make_clipper
 from lightning_lap2.gradients.engine import Engine
 from lightning_lap2.gradients.parameters import ParameterLayout
+from lightning_lap2.gradients.runner import StepRunner
 from lightning_lap2.gradients.stepcall import StepCall
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "FlatClipper",
     "ParameterLayout",
     "StepCall",
+    "StepRunner",
     "UnsupportedModelError",
     "make_clipper",
 ]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_lap2.batches import Examples
+from lightning_lap2.batches.generators import Entropy, private_generators
 from lightning_lap2.errors import IsolationError, UnsupportedModelError
 from lightning_lap2.gradients.attributes import AttributeGuard
 from lightning_lap2.gradients.clipping import Clipper
-from lightning_lap2.gradients.generators import Entropy, private_generators
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.recorder import Recorder, Trace
 from lightning_lap2.gradients.replay import Replay

@@ -55,6 +55,13 @@ def private_generators(entropy: Entropy, device: torch.device | None = None) -> 
             torch.cuda.set_rng_state(accelerator, device)  # type: ignore[arg-type]
 
 
+@contextmanager
+def seeded_generators(seed: int) -> Iterator[None]:
+    """Python's, numpy's and torch's global generators as a function of ``seed``, and afterwards as they were."""
+    with private_generators(Entropy(b"seed" + seed.to_bytes(16, "little"))):
+        yield
+
+
 def seed_generators(secret: bytes, device: torch.device | None = None) -> None:
     """Seeds Python's, numpy's and torch's global generators, and the device's, from 32 bytes."""
     random.seed(secret[:16])

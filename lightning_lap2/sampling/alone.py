@@ -1,0 +1,304 @@
+"""Fetch and collate: every record on its own, in the worker.
+
+What a record adds to a release may depend on that record alone. The user's code on the way from the data set to a batch
+(``__getitem__``, ``__getitems__``, ``collate_fn``, random transforms) could mix records in ways that no check of a few
+of them finds: now and then, from some epoch on, where a rare record is among them. So it gets one record at a time:
+
+* ``dataset.__getitems__([i])`` where there is one, else ``dataset[i]``;
+* ``collate_fn([record])``; with K views per example, the K fetches of one record;
+* under random generators with secret seeds, see :mod:`~lightning_lap2.batches.generators`.
+
+Then examples of one shape are stacked, by code of ours. Torch's own ``default_collate`` on tensors and numbers is the one
+function that gets the whole draw: its code is known to make row i of record i.
+
+What this cannot see is a data set that remembers: one that keeps earlier records in a cache and mixes them in later.
+A fetch *inside* a fetch (``self[j]`` in ``__getitem__``) is seen, and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from lightning_lap2.batches import ExampleBatch, split_rows
+from lightning_lap2.batches.generators import Entropy, private_generators
+from lightning_lap2.errors import IsolationError
+from lightning_lap2.sampling.loaders import worker_settings
+
+_DEFAULT_MAP = dict(default_collate_fn_map)
+
+
+class Collator:
+    """``collate_fn`` on one example's records at a time, and the examples stacked.
+
+    Args:
+        collate_fn: the user's.
+        views: records per example, side by side.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], views: int = 1) -> None:
+        self.collate_fn, self.views = collate_fn, views
+
+    def __call__(self, records: Sequence[Any]) -> ExampleBatch:
+        """The examples of ``records``."""
+        if self.collate_fn is default_collate and default_collate_fn_map == _DEFAULT_MAP and all(map(_plain, records)):
+            try:
+                group = split_rows(default_collate(list(records)), self.views)
+            except RuntimeError:  # unlike shapes
+                pass
+            else:
+                return ExampleBatch([group], [range(group.count)])
+        return ExampleBatch.of(self.alone(records))
+
+    def alone(self, records: Sequence[Any]) -> Iterator[Any]:
+        """The batch of each example, made when it is asked for."""
+        for start in range(0, len(records), self.views):
+            yield self.collate_fn(list(records[start : start + self.views]))
+
+
+def _plain(record: Any) -> bool:
+    """Whether ``default_collate`` makes tensors of such records: tensors and numbers in plain containers."""
+    kind = type(record)
+    if kind is torch.Tensor:
+        return bool(record.layout is torch.strided and not record.is_nested)
+    if isinstance(record, np.ndarray):
+        return bool(record.dtype.kind in "biuf")
+    if kind in (bool, int, float) or isinstance(record, np.generic):
+        return True
+    if kind is dict:
+        return bool(record) and all(map(_plain, record.values()))
+    if kind in (tuple, list) or hasattr(kind, "_fields"):
+        return bool(record) and all(map(_plain, record))
+    return False
+
+
+class RecordByRecord(Dataset[Any]):
+    """A map-style data set whose batches are fetched and collated record by record.
+
+    Args:
+        dataset: the user's.
+        collate_fn: the user's.
+        views: how often each index stands in a batch, in a row.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], views: int = 1) -> None:
+        self.dataset = dataset
+        self._collate = Collator(collate_fn, views)
+        self._watch: FetchWatch | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: list[int]) -> ExampleBatch:
+        """The examples of one loader batch; runs where the loader reads, in a worker or the main process."""
+        if self._watch is None:
+            self._watch = FetchWatch(self.dataset)
+        fetch = getattr(self.dataset, "__getitems__", None)
+        with private_generators(Entropy(getattr(indices, "key", None))), self._watch.watching():
+            records = []
+            for index in indices:
+                with self._watch.fetch():
+                    records.append(fetch([index])[0] if callable(fetch) else self.dataset[index])
+            return self._collate(records)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_watch": None}
+
+
+class StreamByRecord(IterableDataset[Any]):
+    """An ``IterableDataset`` whose random numbers are secret; its order and its memory are its own."""
+
+    def __init__(self, dataset: IterableDataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        entropy, records = Entropy(None), iter(self.dataset)
+        while True:
+            with private_generators(entropy):
+                try:
+                    record = next(records)
+                except StopIteration:
+                    return
+            yield record
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+
+class FetchWatch:
+    """Notices that fetching one record reads another: some data set asked for two different records.
+
+    Data sets are watched by their classes' ``__getitem__``, for as long as a batch is fetched: that of the train data
+    and those it wraps (attributes, and lists of them, to any depth).
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._kinds = _dataset_kinds(dataset)
+        self._read: dict[int, Any] | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        originals = {kind: kind.__dict__["__getitem__"] for kind in self._kinds}
+        try:
+            for kind, original in originals.items():
+                kind.__getitem__ = self._watched(original)
+            yield
+        finally:
+            for kind, original in originals.items():
+                kind.__getitem__ = original
+
+    @contextmanager
+    def fetch(self) -> Iterator[None]:
+        """Around the fetch of one record."""
+        self._read = {}
+        try:
+            yield
+        finally:
+            self._read = None
+
+    def _watched(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def getitem(dataset: Any, key: Any) -> Any:
+            if self._read is not None:
+                before = self._read.setdefault(id(dataset), key)
+                if before is not key and not _equal(before, key):
+                    raise IsolationError(
+                        f"{type(dataset).__name__}.__getitem__ was asked for two records while one was fetched (mixup or "
+                        "pairs in the data set, a retry with another index?): one record would reach another's "
+                        "gradient past the clipping. Make each record from what belongs to it, before training "
+                        "if need be; leave out unreadable records beforehand"
+                    )
+            return original(dataset, key)
+
+        return getitem
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
+
+
+def _dataset_kinds(dataset: Any) -> list[Any]:
+    """Classes that define the ``__getitem__`` of ``dataset`` or of a data set it holds."""
+    kinds: list[Any] = []
+    seen: set[int] = set()
+    stack = [dataset]
+    while stack:
+        found = stack.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        home = next((kind for kind in type(found).__mro__ if "__getitem__" in vars(kind)), None)
+        if home is not None and home not in kinds and home.__flags__ & _HEAP:
+            kinds.append(home)
+        held = list(getattr(found, "__dict__", {}).values())
+        for value in held:
+            inner = list(value.values()) if isinstance(value, dict) else value
+            if isinstance(inner, list | tuple) and len(inner) <= _FEW:
+                held.extend(inner)
+        stack += [value for value in held if isinstance(value, Dataset)]
+    return kinds
+
+
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class whose attributes can be set
+_FEW = 1000  # longer lists hold records, not data sets
+
+
+class ExampleLoader(DataLoader[Any]):
+    """A ``DataLoader`` like the user's, that gives an :class:`ExampleBatch` for each list of indices.
+
+    Its attributes are those of the user's loader, ``dataset`` and ``collate_fn`` included, for code that looks at them;
+    it is iterated by another loader inside, which reads record by record.
+
+    Args:
+        loader: the user's, for its settings.
+        batch_sampler: what draws; ``None`` keeps a stream's own order.
+        views: how often the sampler gives each index, in a row.
+    """
+
+    def __init__(self, loader: DataLoader[Any], batch_sampler: Any, *, views: int = 1) -> None:
+        dataset, settings = loader.dataset, worker_settings(loader)
+        stream = isinstance(dataset, IterableDataset)
+        settings |= (
+            {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            if stream
+            else {"batch_sampler": batch_sampler}
+        )
+        super().__init__(dataset, collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn, **settings)
+        self._inner: DataLoader[Any] = DataLoader(
+            StreamByRecord(dataset) if stream else RecordByRecord(dataset, loader.collate_fn, views),
+            collate_fn=Collator(loader.collate_fn) if stream else _handed_on,
+            worker_init_fn=_WorkerInit(loader.worker_init_fn),
+            **settings,
+        )
+
+    def __iter__(self) -> Any:
+        return iter(self._inner)
+
+
+def _handed_on(batch: ExampleBatch) -> ExampleBatch:
+    return batch
+
+
+class _WorkerInit:
+    """The user's ``worker_init_fn``, which finds its own data set in ``get_worker_info()``."""
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        if info is not None:
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo refuses to be assigned to
+        if self._init is not None:
+            self._init(worker)
+
+
+class _Peek(RecordByRecord):
+    """Both at once: the examples, and the batch that plain training would make of them."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[ExampleBatch, Any]:  # type: ignore[override]
+        examples = super().__getitems__(indices)
+        try:
+            plain = self._collate.collate_fn(_fetch_together(self.dataset, indices))
+        except Exception:
+            plain = None
+        return examples, plain
+
+
+def _fetch_together(dataset: Any, indices: list[int]) -> Any:
+    batched = getattr(dataset, "__getitems__", None)
+    return batched(indices) if callable(batched) else [dataset[index] for index in indices]
+
+
+def peek(loader: DataLoader[Any], count: int, views: int = 1) -> tuple[ExampleBatch, Any] | None:
+    """A few records spread over the data, read as training will read them (in a worker, if there are workers): the
+    examples, and one batch of them all as plain training would make it, ``None`` where that fails.
+
+    ``None`` for a stream, whose records cannot be read twice.
+    """
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        return None
+    size = len(dataset)  # type: ignore[arg-type]
+    count = min(count, size)
+    indices = [k * size // count for k in range(count) for _ in range(views)]
+    settings = worker_settings(loader) | {"persistent_workers": False, "pin_memory": False}
+    settings["num_workers"] = min(1, loader.num_workers)
+    settings["generator"] = torch.Generator()  # the user's is not drawn from
+    inside = DataLoader(
+        _Peek(dataset, loader.collate_fn, views),
+        batch_sampler=[indices],
+        collate_fn=_handed_on,
+        worker_init_fn=_WorkerInit(loader.worker_init_fn),
+        **settings,
+    )
+    found: tuple[ExampleBatch, Any] = next(iter(inside))
+    return found
