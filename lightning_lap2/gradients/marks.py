@@ -1,10 +1,10 @@
 """Which memory holds values of examples: known from what was computed from them, not from shapes.
 
-A dispatch mode below ``vmap`` and autograd sees every operation on physical tensors. It marks the storage of what comes out
-where something marked went in; views share the storage of what they view, so nothing else is needed. Marks carry the number
-of the *generation* they were made in (a step, a chunk of it, one record under ``engine="loop"``) and are never taken back:
-when an operation reads an older generation's memory, a tensor has escaped (into a global, a closure, an ``lru_cache``) and
-come back, and with it other examples' values. Such an operation is refused.
+A dispatch mode below ``vmap`` and autograd sees every operation on physical tensors. It marks the storage of what
+comes out where something marked went in; views share the storage of what they view, so nothing else is needed. Marks
+carry the number of the *generation* they were made in (a step, a chunk of it, one record under ``engine="loop"``) and
+are never taken back: when an operation reads an older generation's memory, a tensor has escaped (into a global, a
+closure, an ``lru_cache``) and come back, and with it other examples' values. Such an operation is refused.
 
 What leaves torch (``.item()``, ``.tolist()``, numpy) and comes back as numbers is not seen.
 """
@@ -31,8 +31,8 @@ class Marks(TorchDispatchMode):
     """Follows the values of the examples while active. One generation: enter it once.
 
     Args:
-        roots: physical tensors that hold the examples' values. Memory that several generations share (slices of one batch)
-            belongs to the latest, so an escaped slice of it would not be noticed: give each its own.
+        roots: physical tensors that hold the examples' values. Memory that several generations share (slices of one
+            batch) belongs to the latest, so an escaped slice of it would not be noticed: give each its own.
         vmapped: whether the code inside runs under ``vmap``, where random numbers have the examples' dimension as well.
         graph: whether to note :attr:`nodes`.
 

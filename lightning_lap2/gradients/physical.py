@@ -4,8 +4,8 @@ Inside ``vmap`` a tensor that differs between examples is a wrapper around a *ph
 dimension as well; where it lies is known to the wrapper alone. :func:`apart` and :func:`whole` look through it, and
 :func:`outside` leaves ``vmap`` for a moment, so that one call of torch serves all examples at once.
 
-Nothing here is documented by torch. ``tests/gradients/test_physical.py`` says by name what is missing, or means something
-else, under another version.
+Nothing here is documented by torch. ``tests/gradients/test_physical.py`` says by name what is missing, or means
+something else, under another version.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def plain_checkpoints() -> Iterator[None]:
-    """``torch.utils.checkpoint`` calls the function and keeps its activations. The gradients are the same; what would be
-    computed again could not be caught on the way."""
+    """``torch.utils.checkpoint`` calls the function and keeps its activations. The gradients are the same; what would
+    be computed again could not be caught on the way."""
 
     def generator(*_args: Any, **_kwargs: Any) -> Iterator[None]:
         yield
@@ -142,8 +142,8 @@ def plain_checkpoints() -> Iterator[None]:
 @contextmanager
 def replaced_views_of_all(rule: Callable[..., Any], unwrap: Callable[..., Any]) -> Iterator[None]:
     """Inside, ``rule`` is called in place of a batching rule of the user's (``autograd.Function.vmap``,
-    ``torch.library.register_vmap``), and ``unwrap`` by ``torch.func.debug_unwrap``: either would be handed the examples of
-    the whole batch."""
+    ``torch.library.register_vmap``), and ``unwrap`` by ``torch.func.debug_unwrap``: either would be handed the
+    examples of the whole batch."""
     with ExitStack() as undo:
         # what both kinds of rules are handed first; rules that torch generates are not
         undo.enter_context(replaced(torch._functorch.autograd_function, "VmapInfo", rule))

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from lightning_lap2.errors import IsolationError, UnsupportedModelError
+from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.physical import is_wrapped, quiet_fallback, replaced
 
 

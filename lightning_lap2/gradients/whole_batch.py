@@ -28,11 +28,11 @@ def _refuses(what: str) -> Callable[..., NoReturn]:
 
 @contextmanager
 def seen_by_rules_refused() -> Iterator[None]:
-    """For every engine that runs under ``vmap``: batching rules of the user's, looks behind ``vmap``, and dispatch modes
-    that the step enters, which work below it."""
+    """For every engine that runs under ``vmap``: batching rules of the user's, looks behind ``vmap``, and dispatch
+    modes that the step enters, which work below it."""
     rule = _refuses(
-        "calls an operation with a batching rule of its own (autograd.Function.vmap, register_vmap), which is handed the "
-        "examples of the whole batch and could mix them; generate_vmap_rule = True is fine"
+        "calls an operation with a batching rule of its own (autograd.Function.vmap, register_vmap), which is handed "
+        "the examples of the whole batch and could mix them; generate_vmap_rule = True is fine"
     )
     unwrap = _refuses("looks behind vmap (torch.func.debug_unwrap), where the examples of the whole batch lie")
     enter = TorchDispatchMode.__enter__
@@ -55,8 +55,8 @@ def seen_by_backward_refused(layers: list[nn.Module]) -> Iterator[None]:
     """For an engine that runs one backward pass for all examples: what looks into it.
 
     Raises:
-        UnsupportedModelError: at once where a layer has a hook on its backward pass; inside, where the step installs one or
-            saves tensors by hooks.
+        UnsupportedModelError: at once where a layer has a hook on its backward pass; inside, where the step installs
+            one or saves tensors by hooks.
     """
     hooked = next((layer for layer in layers if physical.backward_hooks(layer)), None)
     if hooked is not None or physical.global_backward_hooks():

@@ -1,8 +1,8 @@
 """Calls of torch that serve all examples at once, inside ``vmap``.
 
 ``vmap`` takes some functions apart (a linear layer into a product, a multiplication and an addition) and others have no
-batching rule on some device. Here they are called as they are, for the physical tensors ``[B, *shape]``: as exact, and a
-third to a half faster. Where an argument is not what a call here can take, ``vmap``'s own way is left.
+batching rule on some device. Here they are called as they are, for the physical tensors ``[B, *shape]``: as exact, and
+faster. Where an argument is not what a call here can take, ``vmap``'s own way is left.
 
 The layers' parameters are not batched, so a layer stays one node of the graph; a parameter that was spread is, and goes
 ``vmap``'s way. B is the number of examples, N the size of an example's own batch.
@@ -245,8 +245,8 @@ def _cross_entropy(original: Call) -> Call:
 
 
 def _counted(target: Tensor, weight: Tensor | None, ignore_index: int, each: Tensor) -> Tensor | int:
-    """What the mean over an example's positions divides by: their number, of those that are not ignored, or their classes'
-    weights."""
+    """What the mean over an example's positions divides by: the number of those that are not ignored, or the weights of
+    their classes."""
     if target.is_floating_point():  # probabilities
         return each[0].numel()
     counts = target != ignore_index
@@ -260,6 +260,7 @@ def _counted(target: Tensor, weight: Tensor | None, ignore_index: int, each: Ten
 # One fused node would give the output gradients of its matrix products away to nobody; here each is a call of F.linear.
 
 State = tuple[Tensor, ...]
+Weights = Sequence[Any]  # tensors, or None for a bias that a layer does not have
 
 
 def _like(x: Tensor, state: Tensor) -> Tensor:
@@ -267,7 +268,7 @@ def _like(x: Tensor, state: Tensor) -> Tensor:
     return state if is_batched(state) else state + x.new_zeros(state.shape)
 
 
-def _lstm(gates: Tensor, state: State, weights: Sequence[Tensor | None]) -> State:
+def _lstm(gates: Tensor, state: State, weights: Weights) -> State:
     """``gates`` is W_ih x + b_ih; ``weights``: W_hh, b_hh, and with a projection W_hr."""
     hidden, cell = state
     i, f, g, o = (gates + F.linear(hidden, *weights[:2])).chunk(4, dim=-1)
@@ -276,7 +277,7 @@ def _lstm(gates: Tensor, state: State, weights: Sequence[Tensor | None]) -> Stat
     return (F.linear(hidden, weights[2]) if len(weights) > 2 else hidden), cell
 
 
-def _gru(gates: Tensor, state: State, weights: Sequence[Tensor | None]) -> State:
+def _gru(gates: Tensor, state: State, weights: Weights) -> State:
     (hidden,) = state
     reset, update, new = gates.chunk(3, dim=-1)
     own_reset, own_update, own_new = F.linear(hidden, *weights[:2]).chunk(3, dim=-1)
@@ -286,7 +287,7 @@ def _gru(gates: Tensor, state: State, weights: Sequence[Tensor | None]) -> State
 
 
 def _rnn(nonlinearity: Callable[[Tensor], Tensor]) -> Callable[..., State]:
-    def cell(gates: Tensor, state: State, weights: Sequence[Tensor | None]) -> State:
+    def cell(gates: Tensor, state: State, weights: Weights) -> State:
         return (nonlinearity(gates + F.linear(state[0], *weights[:2])),)
 
     return cell
@@ -326,14 +327,14 @@ def _layers(cell: Callable[..., State], states: int) -> Callable[[Call], Call]:
     return make
 
 
-def _arranged(weights: Sequence[Tensor], biases: bool) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """W_ih, b_ih, and (W_hh, b_hh, and W_hr where there is one) from torch's order: W_ih, W_hh[, b_ih, b_hh][, W_hr]."""
+def _arranged(weights: Sequence[Tensor], biases: bool) -> tuple[Tensor, Any, Weights]:
+    """W_ih, b_ih, and (W_hh, b_hh, W_hr if any) from torch's order, W_ih, W_hh[, b_ih, b_hh][, W_hr]."""
     bias, own_bias = weights[2:4] if biases else (None, None)
     return weights[0], bias, [weights[1], own_bias, *weights[4 if biases else 2 :]]
 
 
 def _run(
-    cell: Callable[..., State], x: Tensor, state: State, weights: tuple[Tensor, Tensor | None, list[Tensor | None]],
+    cell: Callable[..., State], x: Tensor, state: State, weights: tuple[Tensor, Any, Weights],
     *, reverse: bool,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """One layer in one direction over ``[T, N, I]``: its outputs ``[T, N, H]`` and last state."""

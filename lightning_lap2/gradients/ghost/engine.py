@@ -38,11 +38,11 @@ from lightning_lap2.gradients.whole_batch import seen_by_backward_refused, seen_
 class GhostEngine(Engine):
     """Clipped sums from one forward and one backward pass over all examples.
 
-    The user's step runs under ``vmap``, so it sees one example at a time, but on the module's own parameters. The graph of
-    the summed losses tells every use of every trainable parameter. The backward computes gradients of activations only; at
-    each use the output gradient is caught, and from it and the saved input come each example's squared norm, and after
-    clipping the weighted sum. Per-example gradients are held only where they are no larger than the activations, and for
-    parameters that are used in a way without a rule: those are *spread*, used as B copies.
+    The user's step runs under ``vmap``, so it sees one example at a time, but on the module's own parameters. The graph
+    of the summed losses tells every use of every trainable parameter. The backward computes gradients of activations
+    only; at each use the output gradient is caught, and from it and the saved input come each example's squared norm,
+    and after clipping the weighted sum. Per-example gradients are held only where they are no larger than the
+    activations, and for parameters that are used in a way without a rule: those are *spread*, used as B copies.
 
     Args:
         module: as for every engine.
@@ -69,15 +69,16 @@ class GhostEngine(Engine):
                 'Use engine="vmap", or canaries that are records.'
             )
         refuse_layers(self.module, vmapped=False)
-        chunk = min(self.chunk_size or examples.count, examples.count)
-        whole = chunk == examples.count
-        own = total if total is None or whole else torch.zeros_like(total)
+        chunk = self.chunk_size or examples.count
+        if chunk >= examples.count:
+            return [self._chunk(examples, step, layout, clipper, total)]
+        own = None if total is None else torch.zeros_like(total)
         traced = []
         for start in range(0, examples.count, chunk):
-            # of its own memory, so that a slice of an earlier chunk's is known again
-            part = examples if whole else examples.rows(start, start + chunk).map(_copied)
+            # in memory of its own, so that what escaped from an earlier chunk is known again
+            part = examples.rows(start, start + chunk).map(_copied)
             traced.append(self._chunk(part, step, layout, clipper, own))
-        if own is not total and total is not None:
+        if total is not None and own is not None:
             total += own
         return traced
 
@@ -85,8 +86,9 @@ class GhostEngine(Engine):
         self, examples: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
     ) -> Traced:
         """One forward and backward pass; a second forward pass where parameters turn out to need spreading."""
+        again = False
         while True:
-            run = self._forward(examples, step, layout)
+            run = self._forward(examples, step, layout, again=again)
             if total is None or not run.losses.requires_grad:
                 return run.traced
             try:
@@ -97,13 +99,13 @@ class GhostEngine(Engine):
                     raise _not_covered(found, layout) from None
                 self._spread.add(new)
                 del run
-                step.forget()
+                again = True
                 continue
             collected.add_clipped(layout, clipper, total, examples.count)
             return run.traced
 
-    def _forward(self, examples: Examples, step: UserStep, layout: ParameterLayout) -> _Run:
-        """The losses of all examples."""
+    def _forward(self, examples: Examples, step: UserStep, layout: ParameterLayout, *, again: bool) -> _Run:
+        """The losses of all examples; ``again``: with the random numbers of the last pass."""
         count, shared = examples.count, examples.shared()
         chosen = [k for k, p in enumerate(layout.parameters) if p in self._spread]
         copies = [p.expand(count, *p.shape) for p in (layout.parameters[k] for k in chosen)]
@@ -117,7 +119,7 @@ class GhostEngine(Engine):
         inputs = (*examples.tensors, *copies)
         try:
             with (
-                step.tracing(together=True),
+                step.tracing(together=True, again=again),
                 _surroundings(self.module),
                 Marks(inputs, vmapped=True, graph=True) as marks,
                 seen_by_rules_refused(),

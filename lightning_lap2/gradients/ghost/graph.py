@@ -8,10 +8,10 @@ weights, modules called twice). A walk over it therefore misses no use. Nodes fa
 * use: a derived tensor meets what carries examples; needs a rule (:mod:`rules`);
 * anything else.
 
-Which nodes carry examples is given (:mod:`lightning_lap2.gradients.marks`). Those do along their leading dimension, where
-``vmap``'s batching rules put it; a rule that finds another size there does not apply. Where no rule applies, and where a
-batching rule has itself expanded a parameter, :class:`NotCovered` names the parameters: with an examples' dimension of
-their own, *spread*, they can be used by anything, since then only that first expansion is a use.
+Which nodes carry examples is given (:mod:`lightning_lap2.gradients.marks`). Those do along their leading dimension,
+where ``vmap``'s batching rules put it; a rule that finds another size there does not apply. Where no rule applies, and
+where a batching rule has itself expanded a parameter, :class:`NotCovered` names the parameters: with an examples'
+dimension of their own, *spread*, they can be used by anything, since then only that first expansion is a use.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Use:
 
 
 class _Origin(NamedTuple):
-    """What is known of a derived node: see :class:`Derived`; ``widened``: some dimension was expanded to B on the way."""
+    """What is known of a derived node, see :class:`Derived`; and whether some dimension was expanded to B on the
+    way."""
 
     form: Form
     parameters: tuple[int, ...]

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.ghost.graph import ELEMENTWISE, NotCovered, Use, lookup_index
 from lightning_lap2.gradients.ghost.sources import Derived
 from lightning_lap2.gradients.ghost.terms import Convolution, ConvolutionSpec, Dense, Outer, Rows, Term
