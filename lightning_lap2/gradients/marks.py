@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lap2.errors import IsolationError
-from lightning_lap2.gradients.physical import innermost, requires_grad
+from lightning_lap2.gradients.lines import line_now
+from lightning_lap2.gradients.physical import carries_batch, innermost, requires_grad
 
 _generations = itertools.count(1)
 _MARK = "_lap2_generation"
@@ -81,17 +82,30 @@ class Marks(TorchDispatchMode):
             return False
         if mark != self.generation:
             raise IsolationError(
-                "reads a tensor that an earlier call of training_step computed from examples and that was kept outside "
-                "the module (a global, a closure, a cache of a function): it would carry examples past the clipping "
-                "into a later loss. Keep nothing of the data between steps"
+                f"{line_now()} reads a tensor that an earlier call of training_step computed from examples and that was "
+                "kept outside the module (a global, a closure, a cache of a function): it would carry examples past the "
+                "clipping into a later loss. Keep nothing of the data between steps"
             )
         if self._graph and requires_grad(tensor):
             self.nodes.add(tensor.grad_fn)
         return True
 
-    def is_clean(self, tensor: Tensor) -> bool:
-        """Whether no example's value went into ``tensor``, as far as memory tells."""
-        return getattr(_memory(innermost(tensor)), _MARK, None) is None
+    def __enter__(self) -> Marks:
+        _active.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _active.remove(self)
+
+
+_active: list[Marks] = []
+
+
+def known_clean(tensor: Tensor) -> bool:
+    """Whether values of examples are being followed, and none went into ``tensor``."""
+    return bool(_active) and not carries_batch(tensor) and not hasattr(_memory(innermost(tensor)), _MARK)
 
 
 def _memory(tensor: Tensor) -> Any:

@@ -9,11 +9,9 @@ by name.
 from __future__ import annotations
 
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -25,6 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.gradients.lines import line_of
+from lightning_lap2.gradients.marks import known_clean
 from lightning_lap2.gradients.physical import is_wrapped, quiet_fallback, replaced
 
 
@@ -119,7 +119,10 @@ def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tenso
     def norm(*args: Any, **kwargs: Any) -> Tensor:
         # torch.nn.functional gives (input, weight, bias, running_mean, running_var, use_batch_statistics, ...);
         # instance_norm may use the statistics of the example itself as long as it keeps none
-        if len(args) > 5 and args[5] and (name == "batch_norm" or args[3] is not None):
+        uses_own = len(args) > 5 and args[5]
+        if uses_own and name == "batch_norm" and args[3] is None and known_clean(args[0]):
+            return original(*args, **kwargs)  # of a weight: standardised by its own statistics
+        if uses_own and (name == "batch_norm" or args[3] is not None):
             raise UnsupportedModelError(
                 f"F.{name} is called with the batch's statistics: it mixes examples or writes running statistics that "
                 "no noise protects. Use F.group_norm, or training=False with statistics that do not change"
@@ -218,12 +221,10 @@ def explain(error: BaseException, module: nn.Module, *, engine: str = "vmap") ->
     Args:
         engine: which one met it.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, UnsupportedModelError):
         raise error
-    where = _user_line(frames, lines)
-    layer = _innermost_layer(frames, module)
+    where = line_of(error.__traceback__)
+    layer = _innermost_layer([frame for frame, _ in traceback.walk_tb(error.__traceback__)], module)
     at = f" in layer {layer}" if layer else ""
     summary = str(error).strip().split("\n")[0][:200]
     if "mutate a captured Tensor" in summary:
@@ -257,27 +258,13 @@ def _cause(message: str) -> str:
         return "the size of a tensor depends on the data (packed sequences, boolean indices)"
     if "data pointer" in message or "storage" in message:
         return "it needs a tensor's memory (numpy(), packed sequences, a fused kernel)"
+    if "does not require grad" in message or "differentiated Tensors" in message:
+        return "it asks autograd for a gradient inside the step (torch.autograd.grad, backward)"
+    if "saved_tensors_hooks (or" in message:
+        return "what the backward pass keeps is that of all examples together"
     if "checkpoint" in message or "saved_tensors_hooks" in message or "saved tensor hooks" in message:
         return "activation checkpointing cannot be traced"
     return "torch.func has no way to run it"
-
-
-def _user_line(frames: list[FrameType], lines: list[int]) -> str:
-    """``file:line`` of the innermost frame outside libraries, else of the innermost ``training_step``."""
-    found = [i for i, f in enumerate(frames) if not _is_library(f.f_code.co_filename)]
-    found = found or [i for i, f in enumerate(frames) if f.f_code.co_name == "training_step"]
-    index = found[-1] if found else len(frames) - 1
-    if index < 0:
-        return "training_step"
-    return f"{frames[index].f_code.co_filename}:{lines[index]}"
-
-
-def _is_library(filename: str) -> bool:
-    path = Path(filename)
-    if filename.startswith("<") or "site-packages" in path.parts:
-        return True
-    roots = (Path(__file__).parents[1], Path(torch.__file__).parent, Path(sysconfig.get_paths()["stdlib"]))
-    return any(root in path.parents for root in roots)
 
 
 def _innermost_layer(frames: list[FrameType], module: nn.Module) -> str | None:
