@@ -92,14 +92,15 @@ class UserStep:
         return loss, tuple(trace.tensors)
 
     @contextmanager
-    def tracing(self, *, together: bool) -> Iterator[None]:
+    def tracing(self, *, together: bool, again: bool = False) -> Iterator[None]:
         """Around each pass over the user's code: generators of its own, and its module's state watched.
 
         Args:
             together: whether all examples run at once (``vmap``), so that Python values cannot depend on one of them.
+            again: whether this repeats the last pass, whose random numbers come again.
         """
         self._guard.begin_call()
-        with private_generators(self._entropy, self._device):
+        with private_generators(self._entropy, self._device, again=again):
             yield
         self._guard.end_call(allow_plain=together)
 
