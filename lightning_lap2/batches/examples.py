@@ -58,6 +58,10 @@ class Examples:
             stop - start,
         )
 
+    def apart(self, start: int, stop: int) -> Examples:
+        """:meth:`rows` in memory of their own, so that what is known of it is known of these examples alone."""
+        return self.rows(start, stop).map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
     def shared(self) -> list[Any]:
         """The other leaves for code that runs all examples at once: a value that is the same for all of them as it is,
         else an :class:`Untouchable`."""

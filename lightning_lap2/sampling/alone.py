@@ -23,7 +23,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_lap2.batches import ExampleBatch, split_rows
@@ -77,6 +85,11 @@ def _plain(record: Any) -> bool:
     kind = type(record)
     if kind is torch.Tensor:
         return bool(record.layout is torch.strided and not record.is_nested)
+    if kind is tuple:
+        for value in record:
+            if not _plain(value):
+                return False
+        return bool(record)
     if isinstance(record, np.ndarray):
         return bool(record.dtype.kind in "biuf")
     if kind in (bool, int, float) or isinstance(record, np.generic):
@@ -86,6 +99,19 @@ def _plain(record: Any) -> bool:
     if kind in (tuple, list) or hasattr(kind, "_fields"):
         return bool(record) and all(map(_plain, record))
     return False
+
+
+def _tensors_of(dataset: Any, indices: list[int]) -> list[torch.Tensor] | None:
+    """What ``default_collate`` makes of the records at ``indices`` of a ``TensorDataset`` (or torch's ``Subset`` of one), by
+    one indexing operation for each tensor: this code is known too. ``None`` for other data sets."""
+    chosen: Any = indices
+    while type(dataset) is Subset:
+        chosen = [dataset.indices[i] for i in chosen]
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or not all(type(t) is torch.Tensor for t in dataset.tensors):
+        return None
+    index = torch.tensor([int(i) for i in chosen])
+    return [tensor[index] for tensor in dataset.tensors]
 
 
 class RecordByRecord(Dataset[Any]):
@@ -107,6 +133,9 @@ class RecordByRecord(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> ExampleBatch:
         """The examples of one loader batch; runs where the loader reads, in a worker or the main process."""
+        if self._collate.collate_fn is default_collate and (known := _tensors_of(self.dataset, indices)) is not None:
+            group = split_rows(known, self._collate.views)
+            return ExampleBatch([group], [range(group.count)])
         with private_generators(Entropy(getattr(indices, "key", None))):
             return self._collate(self._fetch(indices))
 
@@ -118,9 +147,9 @@ class RecordByRecord(Dataset[Any]):
         fetched = []
         with self._watch.watching():
             for index in indices[::views]:
-                with self._watch.fetch():
-                    own = [index] * views
-                    fetched.append(together(own) if callable(together) else [self.dataset[i] for i in own])
+                self._watch.begin()
+                own = [index] * views
+                fetched.append(together(own) if callable(together) else [self.dataset[i] for i in own])
         return fetched
 
     def __getstate__(self) -> dict[str, Any]:
@@ -166,17 +195,13 @@ class FetchWatch:
                 kind.__getitem__ = self._watched(original)
             yield
         finally:
+            self._read = None
             for kind, original in originals.items():
                 kind.__getitem__ = original
 
-    @contextmanager
-    def fetch(self) -> Iterator[None]:
-        """Around the fetch of one record."""
+    def begin(self) -> None:
+        """Before the fetch of each record."""
         self._read = {}
-        try:
-            yield
-        finally:
-            self._read = None
 
     def _watched(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def getitem(dataset: Any, key: Any) -> Any:
