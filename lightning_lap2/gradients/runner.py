@@ -93,14 +93,14 @@ class UserStep:
         return loss, tuple(trace.tensors)
 
     @contextmanager
-    def tracing(self, *, together: bool) -> Iterator[None]:
+    def tracing(self, *, again: bool = False) -> Iterator[None]:
         """Around each pass over the user's code: generators of its own, and its module's state watched.
 
         Args:
-            together: whether all examples run at once (``vmap``), so that Python values cannot depend on one of them.
+            again: whether this repeats the last pass, whose random numbers come again.
         """
-        self._guard.begin_call(together=together)
-        with private_generators(self._entropy, self._device):
+        self._guard.begin_call()
+        with private_generators(self._entropy, self._device, again=again):
             yield
 
     def forget(self) -> None:
@@ -186,7 +186,7 @@ class StepRunner:
             raise
         replay = Replay([t.trace for t in traced], [t.tensors for t in traced], call.count)
         guard.close(replay.traces, replay.value)
-        return replay.run()
+        return replay.run() if traced else None
 
     def _group(
         self, group: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None

@@ -9,10 +9,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import prune
 
 from lightning_lap2 import Lap2Privacy
-from lightning_lap2.errors import UnsupportedModelError, UnsupportedSettingError
+from lightning_lap2.errors import UnsupportedSettingError
 from tests.helpers import LIGHTNING_WARNINGS, classifier, loader, quiet_trainer
 
 pytestmark = [*LIGHTNING_WARNINGS, pytest.mark.filterwarnings("ignore:.*num_workers.*")]
@@ -189,7 +189,9 @@ def test_a_parameter_that_is_not_the_modules_is_refused() -> None:
     module = classifier(pl)
     module.extra = [nn.Parameter(torch.zeros(2))]
     module.configure_optimizers = lambda: torch.optim.SGD([*module.parameters(), *module.extra], lr=0.1)
-    with pytest.raises(UnsupportedSettingError, match=r"a parameter of shape \[2\] .*param_groups\[0\]\['params'\]\[2\]"):
+    with pytest.raises(
+        UnsupportedSettingError, match=r"a parameter of shape \[2\] .*param_groups\[0\]\['params'\]\[2\]"
+    ):
         fit(module)
     module = classifier(pl)
     module.extra = nn.ParameterList([nn.Parameter(torch.zeros(2))])

@@ -12,7 +12,7 @@ mean of 0-dim tensors, the rows of others. Three things that a step wrote stay v
 whatever the records are: an attribute that grew by one in every call (a counter), and what was set where nothing or ``None``
 was, from no example (a mask made on first use): the next call finds nothing there again.
 
-Under ``vmap`` a tensor tells by itself whether examples went into it. What a step writes in places that :mod:`walk` does not
+Whether examples went into a tensor is known from :mod:`~lightning_lap2.gradients.marks`. What a step writes in places that :mod:`walk` does not
 reach (files, caches of ``functools``, objects of libraries) cannot be seen from here.
 """
 
@@ -29,10 +29,23 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lap2.errors import IsolationError, UnsupportedModelError
+from lightning_lap2.gradients.marks import known_clean
+from lightning_lap2.gradients.physical import innermost
 from lightning_lap2.gradients.recorder import Slot, Trace
 from lightning_lap2.gradients.state.content import Content
 from lightning_lap2.gradients.state.provenance import Provenance
-from lightning_lap2.gradients.state.walk import GONE, Node, entries, kind, put, reached_by_name, reached_code, reached_names, refill, walk
+from lightning_lap2.gradients.state.walk import (
+    GONE,
+    Node,
+    entries,
+    kind,
+    put,
+    reached_by_name,
+    reached_code,
+    reached_names,
+    refill,
+    walk,
+)
 from lightning_lap2.gradients.withheld import Withheld
 
 _SHARED = (int, bool, type(None), type)  # one object serves every place that holds this value
@@ -182,7 +195,6 @@ class StateGuard:
             for key, value in node.items.items()
             if kind(value) in ("tensor", "array")
         }
-        self._together = False
 
     def _withhold(self) -> bool:
         """Puts stand-ins where a step must not look; whether there was anything."""
@@ -210,13 +222,8 @@ class StateGuard:
 
     # -- around each call -------------------------------------------------------------------------------------------
 
-    def begin_call(self, *, together: bool) -> None:
-        """Before each call of the step: what an earlier one left behind, should it have raised, is taken away.
-
-        Args:
-            together: whether all examples run at once (``vmap``), so that plain tensors cannot hold one of them.
-        """
-        self._together = together
+    def begin_call(self) -> None:
+        """Before each call of the step: what an earlier one left behind, should it have raised, is taken away."""
         if self._running:
             self.restore()
         self._running = True
@@ -241,7 +248,7 @@ class StateGuard:
         self._running = False
 
     def _writes(self, node: Node, trace: Trace) -> dict[Any, Any]:
-        hold = _Hold(trace, node, self._together)
+        hold = _Hold(trace, node)
         if not node.ordered:
             return {key: GONE if v is GONE else hold.held(v) for key, v in node.differing().items()}
         left = dict(node.items)
@@ -354,16 +361,15 @@ class StateGuard:
 class _Hold:
     """Moves values that a call wrote into its trace."""
 
-    def __init__(self, trace: Trace, node: Node, together: bool) -> None:
-        self._trace, self._node, self._together = trace, node, together
+    def __init__(self, trace: Trace, node: Node) -> None:
+        self._trace, self._node = trace, node
         self._seen: dict[int, Any] = {}
 
     def held(self, value: Any) -> Any:
         of = kind(value)
         if of == "tensor":
-            constant = _data_independent(value) if self._together else None
-            return _Constant(constant) if constant is not None else self._slot(value)
-        if of == "array" and not self._together and value.dtype.kind in "fiub":
+            return _Constant(innermost(value).detach()) if known_clean(value) else self._slot(value)
+        if of == "array" and value.dtype.kind in "fiub":
             return _Made(np.ndarray, {0: self._slot(torch.from_numpy(value))})
         for key, old in self._node.items.items():
             if old is value and isinstance(value, Withheld):
@@ -450,16 +456,6 @@ def _counted(before: Any, found: list[Any]) -> bool:
     return type(before) is int and all(
         isinstance(v, _Constant) and type(v.value) is int and v.value == before + 1 for v in found
     )
-
-
-def _data_independent(value: Tensor) -> Tensor | None:
-    """The plain tensor in one that no example's data went into (a mask made on first use), or ``None``."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(value):
-        if functorch.is_batchedtensor(value):
-            return None
-        value = functorch.get_unwrapped(value)
-    return value.detach()
 
 
 def _withheld(name: str) -> Withheld:
