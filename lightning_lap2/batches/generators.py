@@ -1,9 +1,9 @@
 """The random generators that users' code draws from, with secret seeds of their own while it runs.
 
 A record that joins a draw shifts the random numbers of those behind it. With secret, independent numbers that is
-harmless: couple each record's stream, and the others' contributions do not move. Under ``seed_everything(42)`` it is not:
-the numbers are known, and every later dropout mask of the step would move, up to 2 C for each example. So training draws
-from seeds of the operating system; ``seed_everything`` fixes weights and splits.
+harmless: couple each record's stream, and the others' contributions do not move. Under ``seed_everything(42)`` it is
+not: the numbers are known, and every later dropout mask of the step would move, up to 2 C for each example. So
+training draws from seeds of the operating system; ``seed_everything`` fixes weights and splits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ class Entropy:
         self._key, self._taken = key, 0
         self._last = b""
 
-    def take(self, *, again: bool = False) -> bytes:
-        """32 bytes that were not given before, or the latest ``again``."""
+    def take(self, *, again: bool | bytes = False) -> bytes:
+        """32 bytes that were not given before, or the latest ``again``, or those given."""
+        if isinstance(again, bytes):
+            return again
         if again:
             return self._last
         self._taken += 1
@@ -43,11 +45,11 @@ class Entropy:
 
 
 @contextmanager
-def private_generators(entropy: Entropy, device: torch.device | None = None, *, again: bool = False) -> Iterator[None]:
+def private_generators(entropy: Entropy, device: torch.device | None = None, *, again: bool | bytes = False) -> Iterator[None]:
     """Python's, numpy's and torch's global generators (and the device's) seeded anew inside, afterwards as they were.
 
     Args:
-        again: as they were seeded the last time.
+        again: as they were seeded the last time, or from these bytes.
     """
     python, numbers, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
     accelerator = None

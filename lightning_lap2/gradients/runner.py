@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,7 @@ from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.recorder import Recorder, Trace
 from lightning_lap2.gradients.replay import Replay
+from lightning_lap2.gradients.reseeding import reseeding_refused
 from lightning_lap2.gradients.state import StateGuard, StateMemory
 from lightning_lap2.gradients.stepcall import StepCall
 from lightning_lap2.gradients.tracing import batch_statistics_refused, refuse_layers
@@ -68,6 +70,12 @@ class UserStep:
         self._recorder, self._guard, self._forward = recorder, guard, forward
         self._entropy, self._device = entropy, device
 
+    def at(self, index: int) -> UserStep:
+        """The step for one of the examples."""
+        alone = copy.copy(self)
+        alone._places = self._places[index : index + 1]
+        return alone
+
     @property
     def trace(self) -> Trace:
         return self._recorder.trace
@@ -92,15 +100,25 @@ class UserStep:
             loss = torch.zeros((), device=self._device)
         return loss, tuple(trace.tensors)
 
+    def keep(self, trace: Trace) -> None:
+        """Makes ``trace`` the latest again: what ran since was for a look only."""
+        self._recorder.trace = trace
+
+    @property
+    def secret(self) -> bytes:
+        """What the random numbers of the last pass were made from."""
+        return self._entropy.take(again=True)
+
     @contextmanager
-    def tracing(self, *, again: bool = False) -> Iterator[None]:
+    def tracing(self, *, again: bool | bytes = False) -> Iterator[None]:
         """Around each pass over the user's code: generators of its own, and its module's state watched.
 
         Args:
-            again: whether this repeats the last pass, whose random numbers come again.
+            again: whether this repeats the last pass, whose random numbers come again; of an earlier pass its
+                :attr:`secret`.
         """
         self._guard.begin_call()
-        with private_generators(self._entropy, self._device, again=again):
+        with reseeding_refused(), private_generators(self._entropy, self._device, again=again):
             yield
 
     def forget(self) -> None:
@@ -162,8 +180,8 @@ class StepRunner:
         left as they were.
 
         Raises:
-            UnsupportedModelError: no engine takes some group; by the last of them, naming the layer, line or setting and
-                what to use instead.
+            UnsupportedModelError: no engine takes some group; by the last of them, naming the layer, line or setting
+                and what to use instead.
         """
         refuse_layers(self.module, vmapped=False)
         batch = call.examples
@@ -173,7 +191,7 @@ class StepRunner:
             self.memory = StateMemory(self.module)
         guard = StateGuard(self.memory)
         entropy = Entropy(call.key)
-        traced: list[tuple[Sequence[int], Traced]] = []
+        traced: list[Traced] = []
         try:
             with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
                 for group, places in zip(batch.groups, batch.order, strict=True):
@@ -206,6 +224,22 @@ class StepRunner:
                 self._first[group.key] = number
                 step.forget()
                 continue
+            except Exception:
+                if step.call.skip_errors and self.used:  # a step that has never run is not one example's fault
+                    return self._one_by_one(group, step, layout, clipper, total)
+                raise
             if engine.name not in self.used:
                 self.used.append(engine.name)
             return found
+
+    def _one_by_one(
+        self, group: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
+    ) -> list[Traced]:
+        """Every example by itself; one on which the user's code raises adds nothing and logs nothing."""
+        step.forget()
+        if group.count == 1:
+            return []
+        found = []
+        for index in range(group.count):
+            found += self._group(group.apart(index, index + 1), step.at(index), layout, clipper, total)
+        return found

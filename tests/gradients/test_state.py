@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import random
 from collections import defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -311,7 +313,7 @@ def test_numbers_of_the_data_do_not_go_from_one_example_to_the_next() -> None:
 
     module = Module(effect)
     run(module, LoopEngine)
-    assert seen.getvalue().split() == ["0"] * 5
+    assert seen.getvalue().split() == ["0"] * 6  # the first example is run once more
     with torch.no_grad():
         assert module.losses == [pytest.approx(F.cross_entropy(module.net(X), Y).item(), rel=1e-6)]
 
@@ -368,3 +370,53 @@ def test_large_plain_attributes_and_foreign_objects_are_left_alone() -> None:
     module.cache["self"] = module.cache
     run(module, VmapEngine, 2)
     run(module, LoopEngine)
+
+
+# -- random generators, and what cannot be watched ---------------------------------------------------------------------
+
+
+RESEEDS: dict[str, Callable[[], Any]] = {
+    "torch.manual_seed": lambda: torch.manual_seed(0),
+    "torch.get_rng_state": lambda: torch.get_rng_state(),
+    "torch.random.fork_rng": lambda: torch.random.fork_rng().__enter__(),
+    "torch.initial_seed": lambda: torch.initial_seed(),
+    "numpy.random.seed": lambda: np.random.seed(0),  # noqa: NPY002
+    "numpy.random.get_state": lambda: np.random.get_state(),  # noqa: NPY002
+    "random.seed": lambda: random.seed(0),
+    "random.getstate": lambda: random.getstate(),
+}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("name", RESEEDS)
+def test_seeding_and_reading_generators_in_a_step_is_refused_by_name(name: str, kind: type[Engine]) -> None:
+    def effect(m: Any, loss: Tensor, logits: Tensor) -> None:
+        RESEEDS[name]()
+
+    with pytest.raises(UnsupportedModelError, match=rf"uses {name}: random numbers would be known"):
+        run(Module(effect), kind)
+    assert torch.initial_seed() is not None and random.getstate()  # outside they answer again
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_generator_of_the_steps_own_is_fine(kind: type[Engine]) -> None:
+    def effect(m: Any, loss: Tensor, logits: Tensor) -> Tensor:
+        noise = torch.randn(2, generator=torch.Generator().manual_seed(3))
+        return loss + (logits * noise).sum()
+
+    run(Module(effect), kind)
+
+
+def test_dropout_is_repeated_for_the_look_at_the_first_example() -> None:
+    module = Module(lambda m, loss, logits: F.dropout(logits, 0.5).sum() + random.random() * logits.sum())
+    run(module, LoopEngine)
+
+
+def test_what_the_loop_cannot_watch_is_noticed_by_repeating_an_example() -> None:
+    numbers = itertools.count(1)
+
+    def effect(m: Any, loss: Tensor, logits: Tensor) -> Tensor:
+        return loss * next(numbers)
+
+    with pytest.raises(IsolationError, match="gives another loss for an example that it has seen before"):
+        run(Module(effect), LoopEngine)
