@@ -7,7 +7,7 @@ combines this mixin with its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -55,6 +55,7 @@ class Lap2Core:
         clip_learning_rate: float | None = None,
         count_noise_scale: float | None = None,
         on_record_error: Literal["raise", "zero"] = "raise",
+        public_state: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.settings = Settings(
@@ -77,6 +78,7 @@ class Lap2Core:
             clip_learning_rate=clip_learning_rate,
             count_noise_scale=count_noise_scale,
             on_record_error=on_record_error,
+            public_state=tuple(public_state) if isinstance(public_state, list) else public_state,  # type: ignore[arg-type]
         )
         self._ledger = Ledger(self.settings)
         self._session: FitSession | None = None

@@ -49,6 +49,7 @@ class Ledger:
         caveats: what this ledger's history lacks, for the report; grows only.
         plan: the last fit's plan, JSON-able, by which a resumed fit knows whether it is the same.
         clipping: where adaptive clipping stands, see :class:`~lightning_lap2.callback.adaptive.AdaptiveThreshold`.
+        unprotected: attributes of the module that hold values of records without noise; a step must not read them.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -60,6 +61,7 @@ class Ledger:
         self.caveats: list[str] = []
         self.plan: dict[str, Any] = {}
         self.clipping: dict[str, float] = {}
+        self.unprotected: list[str] = []
         self._journal: Journal | None = None
         self._origin: Origin | None = None
 
@@ -172,6 +174,7 @@ class Ledger:
             "caveats": list(self.caveats),
             "plan": dict(self.plan),
             "clipping": dict(self.clipping),
+            "unprotected": list(self.unprotected),
             "journal": None
             if journal is None
             else {"path": str(journal.path.resolve()), "run": journal.run, "noted": journal.noted},
@@ -199,6 +202,7 @@ class Ledger:
             if unknown := sorted(state.keys() - self.state_dict().keys()):
                 raise ValueError(f"unknown entries {unknown}")
             clipping = check_state(dict(state["clipping"]))
+            unprotected = _texts(state.get("unprotected", []))
             if releases < accountant.steps or (sampling == "poisson" and releases != accountant.steps):
                 raise ValueError(f"{releases} releases but {accountant.steps} charges")
             origin = None
@@ -220,6 +224,7 @@ class Ledger:
                 )
         self.accountant, self.releases, self.reproducible = accountant, releases, reproducible
         self.caveats, self.plan, self.clipping, self._origin = caveats, plan, clipping, origin
+        self.unprotected = unprotected
 
 
 def _texts(found: Any) -> list[str]:
@@ -228,5 +233,5 @@ def _texts(found: Any) -> list[str]:
         TypeError: not a list of strings.
     """
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise TypeError(f"caveats must be a list of strings, got {found!r}")
+        raise TypeError(f"must be a list of strings, got {found!r}")
     return list(found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,7 @@ from lightning_lap2.callback.adaptive import AdaptiveThreshold, dear_count
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
 from lightning_lap2.callback.delivery import Delivery, find_examples
 from lightning_lap2.callback.feedback import FeedbackWatch
+from lightning_lap2.callback.hooks import HookWatch
 from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.patches import Patches, muted_loggers, withhold_loss
@@ -35,6 +36,7 @@ from lightning_lap2.callback.settings import Settings
 from lightning_lap2.errors import UnsupportedModelError, UnsupportedSettingError
 from lightning_lap2.gradients import ParameterLayout, StepCall, StepRunner
 from lightning_lap2.gradients.engines import make_engine
+from lightning_lap2.gradients.state import StateMemory
 from lightning_lap2.gradients.trial import Trial, identical_views, try_step
 from lightning_lap2.noise import make_noise_source
 from lightning_lap2.sampling import Part, peek
@@ -85,6 +87,7 @@ class FitSession:
         self._output: Any = None
         self._in_step = False
         self._failed: Exception | None = None
+        self._hooks: HookWatch | None = None
         self._stop_after_draw = False
         self._feedback: FeedbackWatch | None = None
         self._lost_warned = False
@@ -155,6 +158,7 @@ class FitSession:
             self.patches.shadow(fit_loop.epoch_loop, name, self._draws_watched(getattr(fit_loop.epoch_loop, name)))
 
     def end(self) -> None:
+        self.note_state()
         self.patches.undo()
 
     # -- data and plan --------------------------------------------------------------------------------------------
@@ -407,6 +411,7 @@ class FitSession:
                 f"the parameter {lost} holds NaN or infinite values before the first step: every gradient would be "
                 "dropped and the budget spent on noise; initialise it, or load a sound checkpoint"
             )
+        self._watch_state()
         told = None if self._probe is None else self._probe.trial
         if told is None:
             self._try_step()
@@ -415,6 +420,23 @@ class FitSession:
         if self._probe is not None:
             self._probe.trial = self.trial
         self._feedback.check(self.trial.logged_names)
+
+    def _watch_state(self) -> None:
+        """From here on the module's state is known to be clean, or withheld from the step."""
+        self.runner.memory = memory = StateMemory(self.module)
+        memory.hold_back_named(self.ledger.unprotected)
+        self._hooks = HookWatch(
+            self.trainer, self.module, self.pl, memory, self.ledger, public=self.settings.public_state, warn=self._warn
+        )
+        self._hooks.install(self.patches)
+
+    def note_state(self) -> None:
+        """Tells the ledger which of the module's state holds records without noise, for whoever trains on from it."""
+        if self.plan is not None and self.runner.memory is not None:
+            self.ledger.unprotected = self.runner.memory.names_held()
+
+    def _suspended(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._hooks is None else self._hooks.suspended()
 
     def _try_step(self) -> None:
         """A few records through the step, which explains; see :mod:`~lightning_lap2.gradients.trial`."""
@@ -462,6 +484,7 @@ class FitSession:
 
     def before_checkpoint(self) -> None:
         """A checkpoint is about to be saved: from now on releases must be in a journal, wherever it lies."""
+        self.note_state()
         if not self.trainer.is_global_zero or self.ledger.has_journal:
             return
         self.ledger.open_journal(local_path(self.trainer.default_root_dir))
@@ -586,7 +609,7 @@ class FitSession:
             call = self._probe.drawn(part, call)
         total = self.releases.open(part)
         try:
-            with self._user_code():
+            with self._suspended(), self._user_code():
                 self._output = self.runner.accumulate(call, self.layout, self.releases.clipper, total)
         except Exception as error:
             self._failed = error  # one example must not decide over the others' gradients, should someone catch this
@@ -630,7 +653,11 @@ class FitSession:
         if self._failed is not None:
             raise self._failed
         refusals.check_parameter_hooks(self.module)
-        if not self.releases.make():
+        with self._suspended():
+            going_on = self.releases.make()
+        if self._hooks is not None:
+            self._hooks.released(p.grad for p in self.layout.parameters if p.grad is not None)
+        if not going_on:
             self._stop()
 
     def _stop(self) -> None:

@@ -22,6 +22,7 @@ from lightning_lap2.gradients.reseeding import reseeding_refused
 from lightning_lap2.gradients.state import StateGuard, StateMemory
 from lightning_lap2.gradients.stepcall import StepCall
 from lightning_lap2.gradients.tracing import batch_statistics_refused, refuse_layers
+from lightning_lap2.gradients.withheld import Withheld
 
 if TYPE_CHECKING:
     from lightning_lap2.gradients.engine import Engine
@@ -132,7 +133,7 @@ class UserStep:
         return self.call.revise(self._places[first : first + len(gradients[0])], gradients)
 
     def slot_names(self, layout: ParameterLayout) -> list[list[str]]:
-        """For each parameter the names of all its slots for ``by_slot``, each slot once.
+        """For each parameter the names of all its slots for ``by_slot``, each slot once; none where it is withheld.
 
         A module that is reachable by two paths has one name here. With ``functional_call``'s own tying every path would
         be swapped, the second time for the traced tensor of the first, which would then stay in the user's module.
@@ -141,7 +142,10 @@ class UserStep:
             id(owner): f"module.{path}." if path else "module."
             for path, owner in self.module.named_modules(remove_duplicate=True)
         }
-        return [[prefix[id(owner)] + attribute for owner, attribute in slots] for slots in layout.slots]
+        return [
+            [prefix[id(owner)] + name for owner, name in slots if not isinstance(owner._parameters[name], Withheld)]
+            for slots in layout.slots
+        ]
 
 
 class StepRunner:

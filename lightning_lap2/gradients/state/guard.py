@@ -115,7 +115,36 @@ class StateMemory:
         found = self._again.get((id(node.live), key))
         return found[2] if found is not None and found[0] is node.live and found[1] is value else value
 
+    def names_held(self) -> list[str]:
+        """What may hold records now: attributes, and containers whose entries do."""
+        return sorted(
+            {
+                node.path if node.ordered else node.name(key)
+                for node in walk(self.roots)
+                for key, value in node.items.items()
+                if self.holds_records(node, key, value)
+            }
+        )
+
+    def hold_back_named(self, names: Iterable[str]) -> None:
+        """The attributes of these names may hold records: an earlier fit, or the run that a checkpoint is from, said so."""
+        known = frozenset(names)
+        if not known:
+            return
+        for node in walk(self.roots):
+            for key, value in node.items.items():
+                if (node.path if node.ordered else node.name(key)) in known:
+                    self.withhold(node, key, value)
+
     # -- learning ---------------------------------------------------------------------------------------------------
+
+    def withhold(self, node: Node, key: Any, value: Any) -> None:
+        """An entry may hold records from now on."""
+        if isinstance(value, Tensor):
+            self.provenance.taint(value)
+        else:
+            self.keep_back(node.live, None if node.ordered else key, value)
+        self._nodes = []
 
     def keep_back(self, container: Any, key: Any, value: Any) -> None:
         """``container`` got ``value``, which may hold records, at ``key`` (``None``: anywhere)."""

@@ -73,12 +73,12 @@ class Node:
     def changed(self, *, everything: bool = False) -> bool:
         """Whether it holds something else than ``items``."""
         now = entries(self.live, everything=everything)
-        return now.keys() != self.items.keys() or not all(map(_same, now.values(), self.items.values()))
+        return now.keys() != self.items.keys() or not all(map(is_same, now.values(), self.items.values()))
 
     def differing(self, *, everything: bool = False) -> dict[Any, Any]:
         """Present values of the entries that are not what they were, :data:`GONE` for those that are no more."""
         now = entries(self.live, everything=everything)
-        found = {k: v for k, v in now.items() if k not in self.items or not _same(v, self.items[k])}
+        found = {k: v for k, v in now.items() if k not in self.items or not is_same(v, self.items[k])}
         return found | dict.fromkeys((k for k in self.items if k not in now), GONE)
 
     def restore(self, *, everything: bool = False) -> None:
@@ -199,7 +199,8 @@ def leaves(value: Any) -> Iterator[Any]:
 _SCALARS = (bool, int, float, str, type(None))
 
 
-def _same(a: Any, b: Any) -> bool:
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two entries are one object, or equal numbers or strings."""
     return a is b or (type(a) is type(b) and isinstance(a, _SCALARS) and a == b)
 
 
