@@ -45,7 +45,9 @@ class Entropy:
 
 
 @contextmanager
-def private_generators(entropy: Entropy, device: torch.device | None = None, *, again: bool | bytes = False) -> Iterator[None]:
+def private_generators(
+    entropy: Entropy, device: torch.device | None = None, *, again: bool | bytes = False
+) -> Iterator[None]:
     """Python's, numpy's and torch's global generators (and the device's) seeded anew inside, afterwards as they were.
 
     Args:

@@ -1,12 +1,14 @@
 """Users' hooks between steps: what they make of the batch must not come back into a step.
 
 Around every hook that is not Lightning's own, tensors are followed by where they come from
-(:mod:`~lightning_lap2.gradients.state.provenance`). What a hook computes from weights, state at fit start, counters and fresh
-randomness stays readable in a step (averages, momentum teachers, queues of weights). What it computes from the batch, the
-outputs, metrics, or what a step left behind is withheld from later steps (class centres, codebooks, memory banks).
+(:mod:`~lightning_lap2.gradients.state.provenance`). What a hook computes from weights, state at fit start, counters
+and fresh randomness stays readable in a step (averages, momentum teachers, queues of weights). What it computes from
+the batch, the outputs, metrics, or what a step left behind is withheld from later steps (class centres, codebooks,
+memory banks).
 
-Python numbers cannot be followed. A hook whose owner has read one of such a tensor, and that changes what a step reads or how
-training goes on, is warned of at once and named in the report, unless ``Lap2Privacy(public_state=(...))`` lists the name.
+Python numbers cannot be followed. A hook whose owner has read one of such a tensor, and that changes what a step
+reads or how training goes on, is warned of at once and named in the report, unless
+``Lap2Privacy(public_state=[...])`` lists the name.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _HOOKS = (
     "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end",
     "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_validation_start",
     "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_batch_start",
-    "on_validation_batch_end", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step",
+    "on_validation_batch_end", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping",
+    "lr_scheduler_step",
 )  # fmt: skip
 _LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 
@@ -137,9 +140,10 @@ class HookWatch:
                 if of == "tensor":
                     if before is not value or running.seen.written(value):
                         self._judge_tensor(running, node, key, value, replaced=before is not value)
-                elif of in ("leaf", "array") and not (is_same(before, value) and not running.seen.written(value)):
-                    if has_read and self._is_read(node.name(key)):
-                        self._tell(running, node.name(key), "a step reads it")
+                    continue
+                changed = of in ("leaf", "array") and (not is_same(before, value) or running.seen.written(value))
+                if changed and has_read and self._is_read(node.name(key)):
+                    self._tell(running, node.name(key), "a step reads it")
         if has_read:
             for name in running.seen.settings_changed(self._trainer):
                 self._tell(running, name, "it decides how training goes on")
@@ -156,8 +160,8 @@ class HookWatch:
         if isinstance(value, nn.Parameter) and self._is_optimised(value):
             raise UnsupportedSettingError(
                 f"{running.name} writes the parameter {name}, which the optimizer trains, from something that may hold "
-                "training records (the batch, outputs, metrics, an array): no noise protects that. Compute it from weights "
-                "alone, take it out of the optimizer, or vouch for it with Lap2Privacy(public_state=[...])"
+                "training records (the batch, outputs, metrics, an array): no noise protects that. Compute it from "
+                "weights alone, take it out of the optimizer, or vouch for it with Lap2Privacy(public_state=[...])"
             )
         if isinstance(value, nn.Parameter) or node.path.endswith("._buffers"):
             self._tell(running, name, "checkpoints hold it; a training_step that reads it is refused", read=False)
@@ -183,7 +187,9 @@ class HookWatch:
         how = "has read numbers of training records and changes" if read else "computes from training records"
         text = f"{running.name} {how} {name}: no noise protects it, and {why}"
         if self._ledger.add_caveat(text):
-            self._warn(f"{text}. Where it holds nothing of the records, list it: Lap2Privacy(public_state=[{_bare(name)!r}])")
+            self._warn(
+                f"{text}. Where it holds nothing of the records, list it: Lap2Privacy(public_state=[{_bare(name)!r}])"
+            )
 
 
 class _Running:
@@ -200,9 +206,7 @@ class _Seen:
         nodes = walk(memory.roots)
         self._values = {(id(n.live), key): (n.live, value) for n in nodes for key, value in n.items.items()}
         self._contents = {
-            id(value): Content(value)
-            for _, value in self._values.values()
-            if isinstance(value, np.ndarray) or isinstance(value, Tensor)
+            id(value): Content(value) for _, value in self._values.values() if isinstance(value, np.ndarray | Tensor)
         }
         self._settings = _settings(trainer)
 

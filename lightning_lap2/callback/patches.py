@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from lightning_lap2.errors import UnsupportedSettingError
+from lightning_lap2.errors import IsolationError, UnsupportedSettingError
 from lightning_lap2.gradients.withheld import Withheld
 
 _MISSING = object()
@@ -98,3 +98,19 @@ def muted_loggers(trainer: Any, pl: ModuleType) -> Iterator[None]:
         yield
     finally:
         trainer.loggers = loggers
+
+
+@contextmanager
+def withheld_metrics(trainer: Any) -> Iterator[None]:
+    """Inside, ``trainer.callback_metrics`` and the like cannot be read: they are computed from earlier batches."""
+    before = trainer._logger_connector
+    trainer._logger_connector = Withheld(
+        "training_step reads the trainer's metrics (callback_metrics, logged_metrics, progress_bar_metrics), which "
+        "hold values of earlier batches without noise: fed into a loss they would carry records past clipping and "
+        "noise. Watch them in a callback, or compute what the step needs from the weights",
+        IsolationError,
+    )
+    try:
+        yield
+    finally:
+        trainer._logger_connector = before

@@ -92,7 +92,8 @@ def check_module(module: Any, pl: ModuleType) -> None:
     """How the LightningModule trains.
 
     Raises:
-        UnsupportedSettingError: manual optimization, an own ``backward``, or a ``training_step`` that pulls its own batches.
+        UnsupportedSettingError: manual optimization, an own ``backward``, or a ``training_step`` that pulls its own
+        batches.
     """
     if not module.automatic_optimization:
         raise UnsupportedSettingError(
@@ -150,10 +151,10 @@ def check_parameter_hooks(module: Any) -> None:
         name = next(name for name, found in module.named_parameters() if found is parameter)
         kind = "register_hook" if parameter._backward_hooks else "register_post_accumulate_grad_hook"
         raise UnsupportedSettingError(
-            f"the parameter {name} has a hook ({kind}; WandbLogger.watch(log='gradients') or 'all' installs one too): it "
-            "would see gradients of single examples without noise, and what it returns would reach nobody. Remove it "
-            "(handle.remove(), watch(log=None)) and read the private gradient from parameter.grad in the module's "
-            "on_before_optimizer_step"
+            f"the parameter {name} has a hook ({kind}; WandbLogger.watch(log='gradients') or 'all' installs one "
+            "too): it would see gradients of single examples without noise, and what it returns would reach nobody. "
+            "Remove it (handle.remove(), watch(log=None)) and read the private gradient from parameter.grad in the "
+            "module's on_before_optimizer_step"
         )
 
 

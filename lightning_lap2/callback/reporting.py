@@ -93,7 +93,8 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
         found.append("fast_dev_run: a trial run, charged like any other.")
     if settings.public_state:
         found.append(
-            f"public_state={list(settings.public_state)!r}: vouched for by whoever trained, not checked to be free of records"
+            f"public_state={list(settings.public_state)!r}: vouched for by whoever trained, not checked to be free "
+            "of records"
         )
     if settings.on_record_error == "zero":
         found.append(

@@ -27,7 +27,7 @@ from lightning_lap2.callback.feedback import FeedbackWatch
 from lightning_lap2.callback.hooks import HookWatch
 from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Ledger
-from lightning_lap2.callback.patches import Patches, muted_loggers, withhold_loss
+from lightning_lap2.callback.patches import Patches, muted_loggers, withheld_metrics, withhold_loss
 from lightning_lap2.callback.plan import Horizon, Plan, horizon, make_plan, summary, terms_of
 from lightning_lap2.callback.probe import Probe, Release
 from lightning_lap2.callback.releases import Releases, by_pass, specification
@@ -471,11 +471,17 @@ class FitSession:
         return StepCall(
             args,
             count,
-            self.trainer.precision_plugin.train_step_context,
+            self._step_context,
             prepare=self.delivery.prepare,
             key=key,
             skip_errors=self.settings.on_record_error == "zero",
         )
+
+    @contextmanager
+    def _step_context(self) -> Iterator[None]:
+        """Around the user's step alone."""
+        with self.trainer.precision_plugin.train_step_context(), withheld_metrics(self.trainer):
+            yield
 
     def open_journal(self) -> None:
         """The write-ahead journal lies beside the logs, or the checkpoints."""

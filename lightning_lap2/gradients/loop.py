@@ -57,8 +57,9 @@ def _run(
 def _check_repeatable(examples: Examples, step: UserStep, loss: Tensor, secret: bytes) -> None:
     """The first example once more, behind all others and with its own random numbers: its loss must not have moved.
 
-    Under ``vmap`` Python values cannot depend on an example. Here they can, and where a step keeps them out of the guards'
-    sight (a closure over a generator, a cache of ``functools``, a file) one example would move the next one's gradient.
+    Under ``vmap`` Python values cannot depend on an example. Here they can, and where a step keeps them out of the
+    guards' sight (a closure over a generator, a cache of ``functools``, a file) one example would move the next one's
+    gradient.
 
     Raises:
         IsolationError: it has moved.
@@ -69,10 +70,11 @@ def _check_repeatable(examples: Examples, step: UserStep, loss: Tensor, secret: 
     step.keep(trace)
     if not torch.allclose(repeated.detach(), loss, rtol=1e-3, atol=1e-6, equal_nan=True):
         raise IsolationError(
-            "training_step gives another loss for an example that it has seen before: it keeps something from one call to "
-            "the next where it cannot be watched (a cache of a function, a generator of random numbers that is not made "
-            "anew in the step, a file, a counter in a library's object). So one example moves the gradients of those "
-            "behind it: keep nothing between calls, and draw from torch's, numpy's or Python's own generators"
+            "training_step gives another loss for an example that it has seen before: it keeps something from one "
+            "call to the next where it cannot be watched (a cache of a function, a generator of random numbers that "
+            "is not made anew in the step, a file, a counter in a library's object). So one example moves the "
+            "gradients of those behind it: keep nothing between calls, and draw from torch's, numpy's or Python's "
+            "own generators"
         )
 
 

@@ -126,7 +126,9 @@ class VmapEngine(Engine):
 
 
 def runs_alone(examples: Examples, step: UserStep) -> bool:
-    """Whether the step runs on one example without ``vmap``, or is refused there too: then the error is not the user's."""
+    """Whether the step runs on one example without ``vmap``, or is refused there too: then the error is not the
+    user's.
+    """
     try:
         step.forget()
         step(examples.example(0))

@@ -1,4 +1,4 @@
-"""A value that may be handed on but not used: the loss that an optimizer's closure returns, state that holds records."""
+"""A value that may be handed on but not used: an optimizer closure's loss, state that holds records."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Withheld:
     __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = _refuse
     __neg__ = __pos__ = __abs__ = __invert__ = __round__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __float__ = __int__ = __index__ = __complex__ = __bool__ = __len__ = __next__ = _refuse
-    # no __iter__: iterating calls __getitem__, and what asks whether it can iterate (a metric's hash) is told that it cannot
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __call__ = __format__ = __str__ = __array__ = _refuse
     __enter__ = _refuse
+    # No __iter__: iterating calls __getitem__, and what asks whether it can iterate (a metric's hash) hears no.
 
     def __eq__(self, other: object) -> Any:
         self._refuse()

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_lap2 import Lap2Privacy
 from lightning_lap2.errors import IsolationError, UnsupportedSettingError
@@ -41,7 +41,7 @@ def module_with(step: Callable[..., Tensor], **hooks: Callable[..., Any]) -> Any
 
 
 def fit(module: Any, *callbacks: Any, engine: str = "auto", **options: Any) -> Lap2Privacy:
-    privacy = Lap2Privacy(eps=1e9, noise_multiplier=1.0, engine=engine, **options)
+    privacy = Lap2Privacy(eps="inf", noise_multiplier=1.0, engine=engine, **options)
     quiet_trainer(pl, privacy, *callbacks, max_epochs=2).fit(module, loader(32, 8))
     return privacy
 
@@ -132,7 +132,7 @@ FROM_WEIGHTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Any]]] = {
         lambda m, logits, y: (m.bank[-1] - m.layer.weight).pow(2).sum() if m.bank else 0 * logits.sum(),
         lambda m, *_: m.bank.append(m.layer.weight.detach().clone()),
     ),
-    "gradients": (centre_loss, lambda m, *_: m.centres.copy_(m.layer.weight.grad[:, :2]) if m.layer.weight.grad is not None else None),
+    "gradients": (centre_loss, lambda m, *_: m.centres.copy_(m.layer.weight.grad[:, :2])),
     "randomness": (centre_loss, lambda m, *_: m.centres.copy_(torch.randn(2, 2))),
     "counters": (lambda m, logits, y: logits.mean() * m.scale, lambda m, *_: setattr(m, "scale", m.scale * 0.9)),
     "momentum of Adam": (
@@ -216,7 +216,7 @@ def test_an_online_evaluator_is_warned_of_and_named() -> None:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             x, y = batch
             loss = F.cross_entropy(pl_module.teacher(x), y)
-            weight, bias = torch.autograd.grad(loss, list(pl_module.teacher.parameters()))
+            weight, _ = torch.autograd.grad(loss, list(pl_module.teacher.parameters()))
             with torch.no_grad():
                 pl_module.teacher.weight.sub_(weight)
 
@@ -242,13 +242,13 @@ def test_a_weight_of_the_optimizers_cannot_be_written_from_the_batch() -> None:
 @pytest.mark.filterwarnings("ignore:Lap2Privacy. Hooked.on_train_batch_end")
 def test_what_holds_records_is_withheld_in_the_next_fit_too(tmp_path: Any) -> None:
     module = module_with(nothing, on_train_batch_end=_centres)
-    privacy = Lap2Privacy(eps=1e9, noise_multiplier=1.0)
+    privacy = Lap2Privacy(eps="inf", noise_multiplier=1.0)
     trainer = quiet_trainer(pl, privacy, max_epochs=1)
     trainer.fit(module, loader(32, 8))
     path = tmp_path / "run.ckpt"
     trainer.save_checkpoint(path)
     again = module_with(centre_loss)
     with pytest.raises(IsolationError, match=r"reads self\.centres"):
-        quiet_trainer(pl, Lap2Privacy(eps=1e9, noise_multiplier=1.0), max_epochs=2).fit(
+        quiet_trainer(pl, Lap2Privacy(eps="inf", noise_multiplier=1.0), max_epochs=2).fit(
             again, loader(32, 8), ckpt_path=path
         )

@@ -9,10 +9,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 
 from lightning_lap2 import Lap2Privacy
-from lightning_lap2.errors import UnsupportedSettingError
+from lightning_lap2.errors import UnsupportedModelError, UnsupportedSettingError
 from tests.helpers import LIGHTNING_WARNINGS, classifier, loader, quiet_trainer
 
 pytestmark = [*LIGHTNING_WARNINGS, pytest.mark.filterwarnings("ignore:.*num_workers.*")]
@@ -20,7 +20,7 @@ pytestmark = [*LIGHTNING_WARNINGS, pytest.mark.filterwarnings("ignore:.*num_work
 
 def fit(module: Any, *callbacks: Any, engine: str = "auto", epochs: int = 2, **options: Any) -> Any:
     """Four batches of 8 an epoch under a large noise; the callback that has trained ``module``."""
-    privacy = Lap2Privacy(eps=1e9, noise_multiplier=1.0, delta=1e-5, engine=engine)
+    privacy = Lap2Privacy(eps="inf", noise_multiplier=1.0, delta=1e-5, engine=engine)
     trainer = quiet_trainer(pl, privacy, *callbacks, max_epochs=epochs, **options)
     trainer.fit(module, loader(32, 8))
     return privacy
@@ -131,7 +131,7 @@ class Ends(pl.Callback):
 def test_a_batch_that_is_skipped_is_refused_before_anything_depends_on_it() -> None:
     module, ends = classifier(pl), Ends()
     module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 2 else None
-    privacy = Lap2Privacy(eps=1e9, noise_multiplier=1.0)
+    privacy = Lap2Privacy(eps="inf", noise_multiplier=1.0)
     trainer = quiet_trainer(pl, ends, privacy, max_epochs=1)
     with pytest.raises(UnsupportedSettingError, match="on_train_batch_start returned -1"):
         trainer.fit(module, loader(32, 8))
@@ -175,7 +175,7 @@ def test_a_stop_waits_for_the_end_of_the_draw() -> None:
             trainer.should_stop = batch_idx == 2
 
     module = classifier(pl)
-    privacy = Lap2Privacy(eps=1e9, noise_multiplier=1.0)
+    privacy = Lap2Privacy(eps="inf", noise_multiplier=1.0)
     trainer = quiet_trainer(pl, privacy, Stop(), max_epochs=1, accumulate_grad_batches=2)
     trainer.fit(module, loader(64, 8))
     assert privacy.steps == trainer.global_step == 2  # batches 0 to 3, not 0 to 2
@@ -229,3 +229,46 @@ def test_a_metric_with_the_ledgers_prefix_is_refused(name: str, where: str) -> N
         module.on_train_batch_start = lambda batch, batch_idx: module.log(name, 1.0)
     with pytest.raises(UnsupportedSettingError, match=f"a metric is logged as '{name}'"):
         fit(module)
+
+
+@pytest.mark.parametrize("name", ["callback_metrics", "logged_metrics", "progress_bar_metrics"])
+def test_metrics_of_earlier_batches_cannot_be_read_in_a_step(name: str) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        loss = module.loss(batch)
+        module.log("train", loss)
+        return loss / getattr(module.trainer, name).get("train", 1.0)
+
+    with pytest.raises(UnsupportedModelError, match="training_step reads the trainer's metrics"):
+        fit(classifier(pl, step=step))
+
+
+@pytest.mark.filterwarnings("ignore:Found . module.s. in eval mode")
+def test_spectral_norm_is_refused_by_name_and_its_remedy_iterates_between_steps() -> None:
+    module = classifier(pl)
+    parametrizations.spectral_norm(module.layer)
+    with pytest.raises(UnsupportedModelError, match="_SpectralNorm 'layer.parametrizations.weight.0' takes a step"):
+        fit(module)
+    norm = module.layer.parametrizations.weight.eval()
+
+    def on_train_batch_end(*_: Any) -> None:
+        norm.train()
+        module.layer.weight  # noqa: B018 - a step of the power iteration
+        norm.eval()
+
+    module.on_train_batch_end = on_train_batch_end
+    before = norm[0]._u.clone()
+    assert fit(module).steps == 8
+    assert not torch.equal(norm[0]._u, before)
+    assert torch.linalg.matrix_norm(module.layer.weight.detach(), 2) < 1.2
+
+
+def test_messages_do_not_tell_how_many_were_drawn() -> None:
+    """An error that ends training says what is wrong, not how many records there were."""
+
+    def step(module: Any, batch: Any, batch_idx: int) -> Tensor:
+        if module.global_step > 1:
+            raise UnsupportedModelError(f"rows: {batch[0].shape}")
+        return module.loss(batch)
+
+    with pytest.raises(UnsupportedModelError, match=r"rows: torch.Size\(\[1, 3\]\)$"):
+        fit(classifier(pl, step=step))

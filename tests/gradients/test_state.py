@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 from torchmetrics import MeanMetric
 
 from lightning_lap2.errors import IsolationError
@@ -298,7 +299,7 @@ def test_what_counts_in_some_batches_only_is_no_counter(labels: list[int]) -> No
 
     module = Labelled(effect)
     engine, layout = LoopEngine(module), ParameterLayout(module)
-    with pytest.raises(IsolationError, match=r"training_step reads self\.steps"):
+    with pytest.raises(IsolationError, match=r"training_step reads self\.steps"):  # noqa: PT012 - one of them
         for label in [*labels, 0]:
             batch = (X[:1], torch.tensor([label]))
             engine.accumulate(StepCall((batch, 0), 1), layout, FlatClipper(1.0), layout.zeros())
@@ -420,3 +421,26 @@ def test_what_the_loop_cannot_watch_is_noticed_by_repeating_an_example() -> None
 
     with pytest.raises(IsolationError, match="gives another loss for an example that it has seen before"):
         run(Module(effect), LoopEngine)
+
+
+REPARAMETRISED: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "weight_norm of old": nn.utils.weight_norm,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("name", REPARAMETRISED)
+def test_reparametrised_layers_have_the_plain_gradient(name: str, kind: type[Engine]) -> None:
+    module = Module(lambda m, loss, logits: None)
+    REPARAMETRISED[name](module.net)
+    engine, layout = kind(module), ParameterLayout(module)
+    module.training_step((X, Y), 0).backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in layout.parameters])
+    for _ in range(2):
+        total = layout.zeros()
+        engine.accumulate(StepCall(((X, Y), 0), 5), layout, FlatClipper(float("inf")), total)
+        assert torch.allclose(total / 5, expected, atol=1e-6)

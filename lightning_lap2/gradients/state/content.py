@@ -21,8 +21,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Content:
     """What a tensor or array held.
 
-    A small one is copied. Of a large one three numbers are kept: the exclusive or of its bits, its 2-norm, and its count of
-    writes; a permutation of its entries through ``.data`` would go unnoticed.
+    A small one is copied. Of a large one three numbers are kept: the exclusive or of its bits, its 2-norm, and its
+    count of writes; a permutation of its entries through ``.data`` would go unnoticed.
     """
 
     __slots__ = ("_kept", "_value", "_version")

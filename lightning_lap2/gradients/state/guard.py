@@ -2,18 +2,18 @@
 
 An example's gradient must be a function of that example, the weights, and things that hold no records. So inside a step
 
-* only clean state is visible. What an earlier step left behind, and what hooks computed from batches, is withheld: reading
-  it raises, naming the attribute; writing over it, or appending to a list that holds it, is allowed;
+* only clean state is visible. What an earlier step left behind, and what hooks computed from batches, is withheld:
+  reading it raises, naming the attribute; writing over it, or appending to a list that holds it, is allowed;
 * every call of the step (per chunk under ``vmap``, per example under ``"loop"``) finds the same state as the first;
 * parameters, buffers, other tensors and arrays must not be written in place: noticed by content, whatever the way.
 
-What the calls wrote is put together once they have all run, and held by the module as after one plain step: one entry, the
-mean of 0-dim tensors, the rows of others. Three things that a step wrote stay visible or come again, since they are the same
-whatever the records are: an attribute that grew by one in every call (a counter), and what was set where nothing or ``None``
-was, from no example (a mask made on first use): the next call finds nothing there again.
+What the calls wrote is put together once they have all run, and held by the module as after one plain step: one
+entry, the mean of 0-dim tensors, the rows of others. Two things that a step wrote stay visible or come again, since
+they are the same whatever the records are: an attribute that grew by one in every call (a counter), and what was set
+where nothing or ``None`` was, from no example (a mask made on first use): the next call finds nothing there again.
 
-Whether examples went into a tensor is known from :mod:`~lightning_lap2.gradients.marks`. What a step writes in places that :mod:`walk` does not
-reach (files, caches of ``functools``, objects of libraries) cannot be seen from here.
+Whether examples went into a tensor is known from :mod:`~lightning_lap2.gradients.marks`. What a step writes in places
+that :mod:`walk` does not reach (files, caches of ``functools``, objects of libraries) cannot be seen from here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StateMemory:
 
     Args:
         module: the user's module.
-        provenance: of its tensors; ``None``: all that the module holds now is clean, and nothing that is put there later.
+        provenance: of its tensors; ``None``: all that the module holds now is clean, what is put there later is not.
         beside: further roots of state that a step can reach.
 
     Attributes:
@@ -127,7 +127,7 @@ class StateMemory:
         )
 
     def hold_back_named(self, names: Iterable[str]) -> None:
-        """The attributes of these names may hold records: an earlier fit, or the run that a checkpoint is from, said so."""
+        """Attributes of these names may hold records: an earlier fit, or the run of a checkpoint, said so."""
         known = frozenset(names)
         if not known:
             return
@@ -293,9 +293,9 @@ class StateGuard:
 
     def _refuse_write(self, number: int, key: Any) -> None:
         raise UnsupportedModelError(
-            f"training_step writes {self._nodes[number].name(key)} in place. It would be written for each example, with "
-            "values that no noise protects: update it in on_train_batch_end from public quantities (weights, counters), "
-            "or assign a new value that the step does not read"
+            f"training_step writes {self._nodes[number].name(key)} in place. It would be written for each example, "
+            "with values that no noise protects: update it in on_train_batch_end from public quantities (weights, "
+            "counters), or assign a new value that the step does not read"
         )
 
     def restore(self) -> None:
@@ -323,7 +323,8 @@ class StateGuard:
             value_of: the batch's value of a tensor that the traces carried out.
 
         Raises:
-            UnsupportedModelError: a tensor was written in place, or examples differ in what they write; by attribute name.
+            UnsupportedModelError: a tensor was written in place, or examples differ in what they write; by attribute
+            name.
         """
         for (number, key), content in self._contents.items():
             if content.written():
@@ -489,17 +490,17 @@ def _counted(before: Any, found: list[Any]) -> bool:
 
 def _withheld(name: str) -> Withheld:
     return Withheld(
-        f"training_step reads {name}, which was computed from training records (by an earlier step or in a hook). Fed into a "
-        "loss it would carry them past clipping and noise: a step may write such a value, not read it. Compute it from the "
-        "weights in a hook, keep it for reading at the end of the epoch only, or drop it",
+        f"training_step reads {name}, which was computed from training records (by an earlier step or in a hook). "
+        "Fed into a loss it would carry them past clipping and noise: a step may write such a value, not read it. "
+        "Compute it from the weights in a hook, keep it for reading at the end of the epoch only, or drop it",
         IsolationError,
     )
 
 
 def _differing(name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"training_step writes {name} for some examples and not for others, or differently, so there is no value for the "
-        "batch: write it for every example, outside `if`s on the data"
+        f"training_step writes {name} for some examples and not for others, or differently, so there is no value for "
+        "the batch: write it for every example, outside `if`s on the data"
     )
 
 

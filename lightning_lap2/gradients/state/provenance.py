@@ -78,8 +78,8 @@ _READERS = frozenset({"numpy", "tolist", "__array__"})
 
 
 class Following(TorchDispatchMode):
-    """While active, what is computed from clean tensors alone is clean, and clean memory that anything else is written into
-    is tainted.
+    """While active, what is computed from clean tensors alone is clean, and clean memory that anything else is
+    written into is tainted.
 
     Args:
         on_read: called where a number is read of a tensor that may hold records.

@@ -207,8 +207,8 @@ def is_same(a: Any, b: Any) -> bool:
 def reached_code(module: nn.Module) -> list[FunctionType]:
     """The user's functions that a step may run, by the names in their code.
 
-    From ``training_step`` and the ``forward`` of every layer over the methods and global functions whose names occur there.
-    What is called in another way (``getattr`` with a computed name, ``importlib``) is not found.
+    From ``training_step`` and the ``forward`` of every layer over the methods and global functions whose names occur
+    there. What is called in another way (``getattr`` with a computed name, ``importlib``) is not found.
     """
     classes = {base for m in module.modules() for base in type(m).__mro__ if not _is_library(base)}
     methods: dict[str, list[Any]] = {}
