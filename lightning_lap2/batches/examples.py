@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_lap2.batches.containers import Flat, bare, flatten, rebuild, structure
+from lightning_lap2.batches.containers import PLAIN, Flat, bare, flatten, is_plain_list, rebuild, structure
 from lightning_lap2.errors import UnsupportedModelError
 
 
@@ -86,10 +86,8 @@ def _same_for_all(values: list[Any]) -> bool:
     first = values[0]
     if len(values) == 1 or all(v is first for v in values):
         return True
-    return isinstance(first, _PLAIN) and all(type(v) is type(first) and v == first for v in values)
-
-
-_PLAIN = (str, bytes, bool, int, float, complex, type(None))
+    plain = isinstance(first, PLAIN) or is_plain_list(first)
+    return plain and all(type(v) is type(first) and v == first for v in values)
 
 
 def _common(values: list[Any]) -> Any:

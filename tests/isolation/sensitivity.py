@@ -89,13 +89,20 @@ class Attack:
     loader: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Any]] = list
     trainer: dict[str, Any] = field(default_factory=dict)
+    privacy: dict[str, Any] = field(default_factory=dict)
     datamodule: Callable[[Any], Any] | None = None
 
     def releases(self, absent: Sequence[int], engine: str) -> list[Tensor]:
         """The sums of all releases of one fit, each with the same noise."""
         probe = Recorded(absent)
         privacy = Lap2Privacy(
-            eps="inf", noise_multiplier=1e-3, max_grad_norm=CLIP, delta=1e-3, noise_seed=7, engine=engine
+            eps="inf",
+            noise_multiplier=1e-3,
+            max_grad_norm=CLIP,
+            delta=1e-3,
+            noise_seed=7,
+            engine=engine,
+            **self.privacy,
         )
         privacy.attach(probe)
         loader = DataLoader(self.dataset(), **{"batch_size": N, **self.loader})

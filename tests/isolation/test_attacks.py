@@ -7,6 +7,7 @@ first group are the instances that were met in the field (31 C and 254 C under t
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import lightning as L
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset, default_collate
 
+from lightning_lap2.batches import ExampleBatch, split_rows
 from lightning_lap2.errors import UnsupportedModelError, UnsupportedSettingError
 from lightning_lap2.sampling import alone
 from tests.isolation.sensitivity import LIMIT, Attack, N, Plain, Rows
@@ -212,13 +214,20 @@ def test_collate(name: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert Attack(loader={"collate_fn": function, "num_workers": workers}).moved(monkeypatch) <= LIMIT
 
 
+@pytest.mark.parametrize("name", ["sort_by_size", "drop_quiet", "standardise"])
+def test_collate_of_several_views(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attack = Attack(loader={"collate_fn": COLLATE[name]}, privacy={"augmentations": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that all views are identical
+        assert attack.moved(monkeypatch) <= LIMIT
+
+
 def test_the_measure_sees_a_collate_function_that_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test can fail: collated together, as plain training does, the same function moves the sum further than C."""
 
-    def together(collator: Any, records: list[Any]) -> Any:
-        from lightning_lap2.batches import ExampleBatch, split_rows
-
-        return ExampleBatch([split_rows(collator.collate_fn(list(records)))], [range(len(records))])
+    def together(collator: Any, fetched: list[Any]) -> Any:
+        group = split_rows(collator.collate_fn([record for found in fetched for record in found]))
+        return ExampleBatch([group], [range(group.count)])
 
     monkeypatch.setattr(alone.Collator, "__call__", together)
     assert Attack(loader={"collate_fn": standardise}).moved(monkeypatch) > 2 * LIMIT
