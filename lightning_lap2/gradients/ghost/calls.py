@@ -154,6 +154,23 @@ def _einsum(original: Call) -> Call:
     return einsum
 
 
+def _embedding(original: Call) -> Call:
+    """For a table that was spread: torch's rule knows ``padding_idx`` in the first example's copy only."""
+
+    def embedding(
+        input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+    ) -> Tensor:  # fmt: skip
+        options = (max_norm, norm_type, scale_grad_by_freq, sparse)
+        if padding_idx is None or not is_batched(weight):
+            return original(input, weight, padding_idx, *options)
+        rows = original(input, weight, None, *options)
+        padded = (input == (padding_idx if padding_idx >= 0 else weight.shape[0] + padding_idx)).unsqueeze(-1)
+        return torch.where(padded, rows.detach(), rows)
+
+    return embedding
+
+
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +384,7 @@ def _single(cell: Callable[..., State], states: int) -> Callable[[Call], Call]:
 _REPLACED: dict[Any, dict[str, Callable[[Call], Call]]] = {
     F: {
         "linear": _linear,
+        "embedding": _embedding,
         "layer_norm": _layer_norm,
         "group_norm": _group_norm,
         "batch_norm": _batch_norm,

@@ -131,6 +131,22 @@ def test_group_and_batch_norm(shape: tuple[int, ...], dims: int) -> None:
     check(lambda x: F.batch_norm(x, *frozen), [x], dims=dims)
 
 
+@pytest.mark.parametrize("padding", [None, 1, -1])
+@pytest.mark.parametrize("by_frequency", [False, True])
+@pytest.mark.parametrize("shape", [(), (3,), (1, 4)], ids=str)
+def test_embedding(shape: tuple[int, ...], by_frequency: bool, padding: int | None) -> None:
+    index, table = torch.randint(0, 4, (B, *shape)), torch.randn(4, 2)
+    table[1] = 0.0
+
+    def look_up(i: Tensor, t: Tensor) -> Tensor:
+        return F.embedding(i, t, padding, scale_grad_by_freq=by_frequency)
+
+    check(look_up, [index, torch.randn(B, 4, 2)])
+    check(lambda t, i: look_up(i, t), [torch.randn(B, 4, 2)], [index[0]])
+    if not by_frequency:  # counted over the batch; for ghost a table of its own for each example
+        check(look_up, [index], [table])
+
+
 EINSUMS = [
     "bd,kd->bk",
     "bd,dk->bk",
