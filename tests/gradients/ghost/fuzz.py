@@ -1,8 +1,9 @@
-"""Random programs in which every size is that of the batch: ``python -m tests.gradients.ghost.fuzz [programs] [first]``.
+"""Random programs in which every size is that of the batch: ``python -m tests.gradients.ghost.fuzz [programs]
+[first]``.
 
-Where all sizes agree, no guess by size can be right by luck: a dimension that is taken for the examples' one gives other
-norms. Each program is a chain of operations on one activation and parameters, and is compared with plain autograd, one
-example at a time, in fp64.
+Where all sizes agree, no guess by size can be right by luck: a dimension that is taken for the examples' one gives
+other norms. Each program is a chain of operations on one activation and parameters, and is compared with plain
+autograd, one example at a time, in fp64.
 """
 
 from __future__ import annotations
