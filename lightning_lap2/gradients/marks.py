@@ -95,8 +95,8 @@ class Marks(TorchDispatchMode):
         if mark != self.generation:
             raise IsolationError(
                 f"{line_now()} reads a tensor that an earlier call of training_step computed from examples and that "
-                "was kept outside the module (a global, a closure, a cache of a function): it would carry examples past "
-                "the clipping into a later loss. Keep nothing of the data between steps"
+                "was kept outside the module (a global, a closure, a cache of a function): it would carry examples "
+                "past the clipping into a later loss. Keep nothing of the data between steps"
             )
         if self._graph and requires_grad(tensor):
             self.nodes.add(tensor.grad_fn)

@@ -280,9 +280,13 @@ State = tuple[Tensor, ...]
 Weights = Sequence[Any]  # tensors, or None for a bias that a layer does not have
 
 
-def _like(x: Tensor, state: Tensor) -> Tensor:
-    """A state that no example went into (the zeros that layers start from), with the examples' dimension of ``x``."""
-    return state if is_batched(state) else state + x.new_zeros(state.shape)
+def _alike(given: Sequence[Tensor], weights: Sequence[Any]) -> list[Tensor] | None:
+    """Inputs and states, each with the examples' dimension: one that no example went into (the zeros that layers start
+    from, a learned first token) gets it. ``None`` where nothing differs between examples."""
+    template = next((t for t in (*given, *weights) if is_batched(t)), None)
+    if template is None:
+        return None
+    return [t if is_batched(t) else t + template.new_zeros(t.shape) for t in given]
 
 
 def _lstm(gates: Tensor, state: State, weights: Weights) -> State:
@@ -316,10 +320,13 @@ def _layers(cell: Callable[..., State], states: int) -> Callable[[Call], Call]:
     def make(original: Call) -> Call:
         def recurrent(*args: Any) -> Any:
             # packed: (data, batch_sizes, hx, ...); padded: (input, hx, params, biases, layers, dropout, ...)
-            if len(args) != 9 or not is_batched(args[0]):
+            if len(args) != 9:
                 return original(*args)
             x, hx, flat, biases, layers, dropout, train, both, batch_first = args
-            own = tuple(_like(x, state) for state in (hx if states == 2 else (hx,)))  # [layers directions, N, H]
+            alike = _alike((x, *hx) if states == 2 else (x, hx), flat)
+            if alike is None:
+                return original(*args)
+            x, *own = alike  # states: [layers directions, N, H]
             directions = 2 if both else 1
             per = len(flat) // (layers * directions)
             x = x.transpose(0, 1) if batch_first else x  # [T, N, I]
@@ -370,10 +377,10 @@ def _single(cell: Callable[..., State], states: int) -> Callable[[Call], Call]:
         def one(
             x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
         ) -> Any:
-            if not is_batched(x):
+            alike = _alike((x, *hx) if states == 2 else (x, hx), (w_ih, w_hh, b_ih, b_hh))
+            if alike is None:
                 return original(x, hx, w_ih, w_hh, b_ih, b_hh)
-            state = tuple(_like(x, part) for part in (hx if states == 2 else (hx,)))
-            found = cell(F.linear(x, w_ih, b_ih), state, (w_hh, b_hh))
+            found = cell(F.linear(alike[0], w_ih, b_ih), tuple(alike[1:]), (w_hh, b_hh))
             return found if states == 2 else found[0]
 
         return one

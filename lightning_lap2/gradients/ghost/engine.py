@@ -68,7 +68,11 @@ class GhostEngine(Engine):
                 'engine="ghost" holds no gradients of single examples, so a gradient canary cannot take part. '
                 'Use engine="vmap", or canaries that are records.'
             )
-        refuse_layers(self.module, vmapped=False)
+        for layer in refuse_layers(self.module, vmapped=False):
+            if isinstance(layer, nn.EmbeddingBag) and layer.sparse:
+                raise UnsupportedModelError(
+                    "EmbeddingBag has sparse=True, which engine='ghost' cannot run: use sparse=False, or engine='loop'"
+                )
         chunk = self.chunk_size or examples.count
         if chunk >= examples.count:
             return [self._chunk(examples, step, layout, clipper, total)]

@@ -319,6 +319,9 @@ def test_recurrent_layers(kind: str, batch_first: bool, bias: bool, both: bool, 
         states = [torch.randn(B, *lead, width)] + ([torch.randn(B, *lead, 3)] if name == "LSTM" else [])
         check(run, [x], parameters)
         check(run, [x, *states], parameters)
+    # a decoder, whose first input no example went into; and layers that were spread
+    check(lambda *given: run(given[-1], *given[:-1]), states, (*parameters, x[0]))
+    check(run, [x, *[torch.stack([p, 2 * p, -p]) for p in parameters]])
 
 
 @pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell tanh", "RNNCell relu"])
@@ -337,3 +340,4 @@ def test_recurrent_cells(kind: str, bias: bool) -> None:
         states = [torch.randn(*x.shape[:-1], 3) for _ in range(2 if name == "LSTMCell" else 1)]
         check(run, [x], parameters)
         check(run, [x, *states], parameters)
+        check(lambda *given: run(given[-1], *given[:-1]), states, (*parameters, x[0]))
