@@ -99,6 +99,30 @@ def _layer_norm(original: Call) -> Call:
     return layer_norm
 
 
+def _over_rows(dims: int) -> Callable[[Call], Call]:
+    """A function of ``[N, C, *dims]`` or of ``[C, *dims]`` that takes each row by itself: convolutions and pools."""
+
+    def make(original: Call) -> Call:
+        def function(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if (
+                not is_batched(input)
+                or input.dim() not in (dims + 1, dims + 2)
+                or not _plain(*args, *kwargs.values())
+                or kwargs.get("return_indices")
+            ):
+                return original(input, *args, **kwargs)
+            with outside():
+                x = apart(input)
+                y = original(x if x.dim() == dims + 2 else x.flatten(0, 1), *args, **kwargs)
+                if x.dim() > dims + 2:
+                    y = y.unflatten(0, x.shape[:2])
+            return whole(y)
+
+        return function
+
+    return make
+
+
 def _group_norm(original: Call) -> Call:
     def group_norm(
         input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
@@ -391,6 +415,9 @@ def _single(cell: Callable[..., State], states: int) -> Callable[[Call], Call]:
 _REPLACED: dict[Any, dict[str, Callable[[Call], Call]]] = {
     F: {
         "linear": _linear,
+        **{f"conv{n}d": _over_rows(n) for n in (1, 2, 3)},
+        **{f"conv_transpose{n}d": _over_rows(n) for n in (1, 2, 3)},
+        **{f"{kind}_pool{n}d": _over_rows(n) for kind in ("max", "avg", "adaptive_avg") for n in (1, 2, 3)},
         "embedding": _embedding,
         "layer_norm": _layer_norm,
         "group_norm": _group_norm,

@@ -36,9 +36,13 @@ def check(
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12, equal_nan=True)
     floating = [t for t in leaves if t.requires_grad]
-    weights = [torch.randn_like(e) for e in expected]
+    weights = [torch.randn(e.shape) for e in expected]
     gradients = [
-        torch.autograd.grad(sum((w * o).sum() for w, o in zip(weights, outs, strict=True)), floating, allow_unused=True)
+        torch.autograd.grad(
+            sum((w * o).sum() for w, o in zip(weights, outs, strict=True) if o.requires_grad),
+            floating,
+            allow_unused=True,
+        )
         for outs in (found, expected)
         if any(o.requires_grad for o in expected)
     ]
@@ -129,6 +133,27 @@ def test_group_and_batch_norm(shape: tuple[int, ...], dims: int) -> None:
         frozen = mean, var
     check(lambda x, w, b: F.batch_norm(x, *frozen, w, b, eps=1e-3), [x], [w, b], dims=dims)
     check(lambda x: F.batch_norm(x, *frozen), [x], dims=dims)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("rows", [(), (1,), (2,)], ids=str)
+@pytest.mark.parametrize("spread", [False, True])
+def test_convolutions_and_pools(dims: int, rows: tuple[int, ...], spread: bool) -> None:
+    x = torch.randn(B, *rows, 4, *[6] * dims)
+    w, b = torch.randn(6, 2, *[3] * dims), torch.randn(6)
+    convolve, transposed = getattr(F, f"conv{dims}d"), getattr(F, f"conv_transpose{dims}d")
+    pool, mean = getattr(F, f"max_pool{dims}d"), getattr(F, f"adaptive_avg_pool{dims}d")
+    if spread:
+        w = torch.stack([w, 2 * w, -w])
+        check(lambda x, w, b: convolve(x, w, b, 2, 1, groups=2), [x, w], [b])
+        return
+    check(lambda x, w, b: convolve(x, w, b, 2, 1, 2, 2), [x], [w, b])
+    check(lambda x, w: convolve(x, w, padding="same", groups=2), [x], [w])
+    check(lambda x, w: transposed(x, w, stride=2, output_padding=1, groups=2), [x], [w[:4]], dims=1)
+    check(lambda x: pool(x, 2, 1), [x], dims=1)
+    check(lambda x: pool(x, 2, return_indices=True), [x])
+    check(lambda x: mean(x, 2), [x])
+    check(lambda x: getattr(F, f"avg_pool{dims}d")(x, 2), [x])
 
 
 @pytest.mark.parametrize("padding", [None, 1, -1])
