@@ -19,6 +19,10 @@ from pathlib import Path
 from benchmarks.lower import even_spread_epsilon, one_coordinate_epsilon
 from lightning_lap2.accounting import MajorizedAccountant
 from lightning_lap2.accounting._search import smallest_safe
+from lightning_lap2.accounting.routes.best import quick_epsilon
+from lightning_lap2.accounting.routes.comparison import Comparison
+from lightning_lap2.accounting.routes.domination import Domination
+from lightning_lap2.accounting.routes.orders import Orders
 
 DELTA = 1e-5
 RATES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -69,7 +73,7 @@ def measure(dimension: int, rate: float, steps: int, target: float) -> Row:
         return accountant
 
     tight = charged("tight")
-    comparison, domination = tight._comparison(), tight._domination()
+    comparison, domination = Comparison.of(tight.composition), Domination.of(tight.composition)
     assert comparison is not None and domination is not None
     return Row(
         dimension, rate, steps, target, multiplier,
@@ -77,7 +81,7 @@ def measure(dimension: int, rate: float, steps: int, target: float) -> Row:
         even_spread_epsilon(multiplier, rate, steps, dimension, DELTA),
         tight.epsilon(delta=DELTA),
         comparison.epsilon(DELTA) if comparison.usable(DELTA) else math.inf,
-        tight._epsilon_by_orders(DELTA),
+        Orders(tight.composition).epsilon(DELTA),
         domination.epsilon(DELTA) if domination.usable(DELTA) else math.inf,
         charged("joint").epsilon(delta=DELTA),
         charged("published").epsilon(delta=DELTA),
@@ -90,7 +94,7 @@ def multiplier_for(dimension: int, rate: float, steps: int, eps: float) -> float
     def cost(m: float) -> float:
         accountant = MajorizedAccountant()
         accountant.step(noise_multiplier=m, sample_rate=rate, dimension=dimension, steps=steps)
-        return accountant._epsilon_without_domination(DELTA)
+        return quick_epsilon(accountant.composition, DELTA)
 
     start = max(0.4, 4.0 * rate * math.sqrt(steps) / eps)
     return float(f"{smallest_safe(cost, eps, start, rtol=2e-2):.2g}")

@@ -10,7 +10,9 @@ from typing import Any
 from lightning_lap2.accounting import _check
 from lightning_lap2.accounting._search import smallest_safe
 from lightning_lap2.accounting.accountant import MajorizedAccountant
+from lightning_lap2.accounting.composition import Composition
 from lightning_lap2.accounting.release import check_pair, make_release
+from lightning_lap2.accounting.routes.best import best_epsilon, quick_epsilon
 
 _RTOL = 5e-5
 
@@ -68,14 +70,14 @@ def calibrate_noise_multiplier(
             f"mechanism={spent.mechanism!r}"
         )
 
-    def composed(m: float) -> MajorizedAccountant:
-        return spent._with(make_release(m, sample_rate, dimension, extra_blocks, layers), steps)
+    def composed(m: float) -> Composition:
+        return spent.composition.adding(make_release(m, sample_rate, dimension, extra_blocks, layers), steps)
 
     def cost(m: float) -> float:
-        return composed(m).epsilon(delta=delta)
+        return best_epsilon(composed(m), delta)
 
     def quick_cost(m: float) -> float:
-        return composed(m)._epsilon_without_domination(delta)
+        return quick_epsilon(composed(m), delta)
 
     if cost(0.0) <= eps:
         return 0.0

@@ -10,7 +10,7 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 
 from benchmarks.lower import even_spread_epsilon, one_coordinate_epsilon
 from benchmarks.tightness import Row, read, table
-from lightning_lap2.accounting.domination import gdp_epsilon
+from lightning_lap2.accounting.routes.domination import gdp_epsilon
 
 
 @pytest.mark.parametrize(("m", "rate", "steps"), [(1.0, 0.01, 500), (2.0, 0.1, 100), (1.0, 1.0, 3), (0.5, 0.3, 1)])

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from scipy import fft
 from scipy.special import log_ndtr, ndtr
 
-from lightning_lap2.accounting.domination import Pair
+from lightning_lap2.accounting.routes.domination import Pair
 
 Array = npt.NDArray[np.float64]
 

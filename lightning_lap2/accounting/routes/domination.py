@@ -10,7 +10,7 @@ rounded pessimistically. Steps without sampling compose exactly, mu adding in sq
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from scipy.special import log_ndtr
 
-from lightning_lap2.accounting._majorant import log_kernel
+from lightning_lap2.accounting.composition import Composition
 from lightning_lap2.accounting.release import Release
+from lightning_lap2.accounting.routes.kernel import log_kernel
 
 MAX_PARAMETER = 64.0
 """Pairs further apart than this cost an epsilon in the hundreds a step; the other routes serve them."""
@@ -115,7 +116,16 @@ def _even_spread_gdp(n: float, rho: float) -> float:
     return min(root * laplace_gdp(rho / root), math.sqrt(math.pi / 2.0) * rho * (1.0 + 1e-15))
 
 
-class Composition:
+def paired(composition: Composition, pair_of: Callable[[Release, str], Pair]) -> dict[Pair, int]:
+    """The noisy releases as pairs, each with its number of steps."""
+    counts: dict[Pair, int] = {}
+    for release, steps in composition.noisy:
+        pair = pair_of(release, composition.mechanism)
+        counts[pair] = counts.get(pair, 0) + steps
+    return counts
+
+
+class Domination:
     """Numerical composition of dominating pairs, computed when first asked for.
 
     Args:
@@ -133,6 +143,11 @@ class Composition:
         self._gaussian = math.sqrt(square) * (1.0 + 1e-15)
         self._sampled = merged
         self._distribution: Any = None
+
+    @classmethod
+    def of(cls, composition: Composition) -> Domination | None:
+        """The route for ``composition``; None where its bound is not ``"tight"``."""
+        return cls(paired(composition, dominating_pair)) if composition.bound == "tight" else None
 
     def usable(self, delta: float) -> bool:
         """Whether this route has an epsilon at ``delta``."""

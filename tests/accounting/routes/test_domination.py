@@ -11,15 +11,15 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
 
 from lightning_lap2.accounting import MajorizedAccountant
-from lightning_lap2.accounting.domination import (
-    Composition,
+from lightning_lap2.accounting.release import Release
+from lightning_lap2.accounting.routes.domination import (
+    Domination,
     Pair,
     dominating_pair,
     gdp_delta,
     gdp_epsilon,
     laplace_gdp,
 )
-from lightning_lap2.accounting.release import Release
 
 
 def laplace_delta(x: float, eps: float) -> float:
@@ -96,7 +96,7 @@ def test_table_of_the_routes(
     accountant.step(noise_multiplier=1.0 / rho, sample_rate=q, dimension=n, steps=steps)
     pair = dominating_pair(Release(1.0 / rho, q, n), "laplace")
     assert accountant.epsilon(delta=1e-5, orders_only=True) == pytest.approx(orders, rel=3e-3)
-    assert Composition({pair: steps}).epsilon(1e-5) == pytest.approx(route, rel=2e-3)
+    assert Domination({pair: steps}).epsilon(1e-5) == pytest.approx(route, rel=2e-3)
     assert accountant.epsilon(delta=1e-5) == pytest.approx(comparison, rel=2e-3)
 
 
@@ -170,49 +170,49 @@ def test_rounding_of_the_transforms_is_inside_the_slack() -> None:
     steps, total = 10**5, 1.0
     single = pld.from_gaussian_mechanism(math.sqrt(steps) / total, value_discretization_interval=2.0**-15)
     composed = single.self_compose(steps)
-    route = Composition({Pair(1.0, 0.5): steps})
+    route = Domination({Pair(1.0, 0.5): steps})
     for eps in np.linspace(0.0, 8.0, 17):
         assert composed.get_delta_for_epsilon(eps) + route._slack() >= gdp_delta(total, eps)
 
 
 def test_screen_does_not_lose_a_better_number() -> None:
     for mu, q, steps in itertools.product([0.1, 1.2], [1e-3, 0.05], [1, 30, 3000]):
-        route = Composition({Pair(mu, q): steps})
+        route = Domination({Pair(mu, q): steps})
         if route.usable(1e-6):
             value = route.epsilon(1e-6)
             assert not route.hopeless(1e-6, value * 1.001 + 1e-12)
 
 
 def test_grid_width_and_refusals() -> None:
-    assert not Composition({Pair(100.0, 0.1): 1}).usable(1e-5)
-    assert not Composition({Pair(1.0, 0.1): 10**9}).usable(1e-5)
-    assert not Composition({Pair(1.0 + i / 100, 0.1): 1 for i in range(40)}).usable(1e-5)
-    assert not Composition({Pair(1.0, 0.1): 1}).usable(0.0)
-    fine = Composition({Pair(0.5, 0.01): 100})
+    assert not Domination({Pair(100.0, 0.1): 1}).usable(1e-5)
+    assert not Domination({Pair(1.0, 0.1): 10**9}).usable(1e-5)
+    assert not Domination({Pair(1.0 + i / 100, 0.1): 1 for i in range(40)}).usable(1e-5)
+    assert not Domination({Pair(1.0, 0.1): 1}).usable(0.0)
+    fine = Domination({Pair(0.5, 0.01): 100})
     assert fine._interval() <= Pair(0.5, 0.01).loss_deviation / 32.0
 
 
 def test_large_powers_are_taken_in_stages() -> None:
     """A short distribution to a large power: dp-accounting alone would form the integer size**steps."""
     pair = Pair(2e-3, 1e-3)
-    route = Composition({pair: 3 * 10**6 + 17})
+    route = Domination({pair: 3 * 10**6 + 17})
     limit = gdp_epsilon(math.sqrt(3e6) * pair.loss_deviation, 1e-5)  # the central limit
     assert route.epsilon(1e-5) == pytest.approx(limit, rel=2e-2)
-    assert not Composition({pair: 10**10}).usable(0.5)
+    assert not Domination({pair: 10**10}).usable(0.5)
 
 
 def test_rates_at_the_edge_of_a_float() -> None:
     for rate in [5e-324, 1e-200, 1e-13, 1.0 - 2**-53, 1.0 - 1e-8]:
         pair = dominating_pair(Release(0.8, rate, 100), "laplace")
         assert pair.rate >= rate
-        route = Composition({pair: 3})
+        route = Domination({pair: 3})
         assert 0.0 <= route.delta(0.01) <= 1.0
         if route.usable(1e-6):
             assert route.epsilon(1e-6) >= 0.0
 
 
 def test_delta_never_exceeds_what_is_known_otherwise() -> None:
-    route = Composition({Pair(100.0, 0.1): 1})
+    route = Domination({Pair(100.0, 0.1): 1})
     assert route.delta(1.0, rival=0.03) == 0.03
     assert route.delta(1.0) == pytest.approx(0.1)  # the total variation distance
 

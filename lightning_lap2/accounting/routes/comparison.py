@@ -1,8 +1,8 @@
 r"""The third route: a Laplace step is compared with a Gaussian one through a class of test functions.
 
 Domination at every (epsilon, delta) asks for Gaussian noise that is up to sqrt(pi/2) too small
-(:mod:`~lightning_lap2.accounting.domination`). Less suffices. Let R be the likelihood ratio of T steps, in either
-direction, and R' that of T Poisson-subsampled Gaussian steps N(0, 1) against N(mu, 1) with
+(:mod:`~lightning_lap2.accounting.routes.domination`). Less suffices. Let R be the likelihood ratio of T steps, in
+either direction, and R' that of T Poisson-subsampled Gaussian steps N(0, 1) against N(mu, 1) with
 
 .. math::   \mu^2 = n (4 x - 8 \log(1 + x / 2)) \le \rho^2, \qquad x = \rho / \sqrt n,
 
@@ -18,7 +18,7 @@ kappa(l) = 2 (1 + e^l (l - 1)) / l^2, so (R - K)_+ <= (2 / l^2) f_c(R) and
 .. math::   \delta(\log K) \le \frac{2}{l^2} E[f_c(R')], \qquad K = c\,\kappa(l), \quad c, l > 0 \text{ arbitrary}.
 
 Given delta, each c has its l and its K in closed form; the smallest K is searched for. R' is computed on a grid,
-rounded upwards (:mod:`~lightning_lap2.accounting._tilted`).
+rounded upwards (:mod:`~lightning_lap2.accounting.routes.tilted`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from lightning_lap2.accounting._tilted import TAIL_ORDER, RatioLaw, ratio_law
-from lightning_lap2.accounting.domination import Pair
+from lightning_lap2.accounting.composition import Composition
 from lightning_lap2.accounting.release import Release
+from lightning_lap2.accounting.routes.domination import Pair, paired
+from lightning_lap2.accounting.routes.tilted import TAIL_ORDER, RatioLaw, ratio_law
 
 Array = npt.NDArray[np.float64]
 
@@ -85,6 +86,13 @@ class Comparison:
         self._counts = {p: t for p, t in counts.items() if p.rate < 1.0 and t}
         if square > 0.0:  # Gaussian steps without sampling are one Gaussian step
             self._counts[Pair(math.sqrt(square) * (1.0 + 1e-15), 1.0)] = 1
+
+    @classmethod
+    def of(cls, composition: Composition) -> Comparison | None:
+        """The route for ``composition``; None where its bound is not ``"tight"`` or the noise is Gaussian already."""
+        if composition.bound != "tight" or composition.mechanism == "gaussian":
+            return None
+        return cls(paired(composition, compared_pair))
 
     def usable(self, delta: float) -> bool:
         """Whether the comparison can be computed with meaning at ``delta``."""

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_lap2.accounting import MajorizedAccountant
-from lightning_lap2.accounting._tilted import ratio_law
-from lightning_lap2.accounting.comparison import (
+from lightning_lap2.accounting.release import Release
+from lightning_lap2.accounting.routes.comparison import (
     Comparison,
     _integral,
     _inverse_log_kappa,
@@ -23,8 +23,8 @@ from lightning_lap2.accounting.comparison import (
     comparable_parameter,
     compared_pair,
 )
-from lightning_lap2.accounting.domination import Composition, Pair, gdp_delta, gdp_epsilon, laplace_gdp
-from lightning_lap2.accounting.release import Release
+from lightning_lap2.accounting.routes.domination import Domination, Pair, gdp_delta, gdp_epsilon, laplace_gdp
+from lightning_lap2.accounting.routes.tilted import ratio_law
 
 Array = npt.NDArray[np.float64]
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(300)
@@ -191,7 +191,7 @@ def test_never_below_one_coordinate(m: float, rate: float, steps: int, width: fl
 def test_never_below_the_subsampled_gaussian_and_close() -> None:
     """In high dimension the even spread tends to the Gaussian, whose epsilon is therefore a lower bound."""
     for mu, rate, steps in [(0.5, 0.0043, 100), (1.0, 0.01, 1000), (2.0, 0.0043, 300)]:
-        truth = Composition({Pair(mu, rate): steps}).epsilon(1e-5)
+        truth = Domination({Pair(mu, rate): steps}).epsilon(1e-5)
         assert truth * (1.0 - 2e-3) <= Comparison({Pair(mu, rate): steps}).epsilon(1e-5) <= 1.07 * truth
 
 
