@@ -141,7 +141,7 @@ class MajorizedAccountant:
         composition = self.composition
 
         def cost(further: int) -> float:
-            return best_epsilon(composition.adding(release, further), delta)
+            return best_epsilon(composition.adding(release, further), delta, enough=eps)
 
         if math.isinf(eps) or (release.is_free and cost(0) <= eps):
             return math.inf

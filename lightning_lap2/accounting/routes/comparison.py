@@ -17,202 +17,91 @@ kappa(l) = 2 (1 + e^l (l - 1)) / l^2, so (R - K)_+ <= (2 / l^2) f_c(R) and
 
 .. math::   \delta(\log K) \le \frac{2}{l^2} E[f_c(R')], \qquad K = c\,\kappa(l), \quad c, l > 0 \text{ arbitrary}.
 
-Given delta, each c has its l and its K in closed form; the smallest K is searched for. R' is computed on a grid,
-rounded upwards (:mod:`~lightning_lap2.accounting.routes.tilted`).
+Given delta, each c of a grid has its l and its K in closed form; the smallest K is taken. With H the hockey sticks of
+R' (:mod:`~lightning_lap2.accounting.routes.profile`), E[f_c(R')] is the integral of (y - log c) H(e^y) over y > log c.
+Both directions of add or remove are bounded at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_lap2.accounting.composition import Composition
-from lightning_lap2.accounting.release import Release
-from lightning_lap2.accounting.routes.domination import Pair, paired
-from lightning_lap2.accounting.routes.tilted import TAIL_ORDER, RatioLaw, ratio_law
+from lightning_lap2.accounting.routes.pairs import Pair, compared_pair
+from lightning_lap2.accounting.routes.profile import FORWARD, TAIL_ORDER, Profile, profile
+from lightning_lap2.accounting.routes.route import WIDTH_DELTA, GridRoute, Sides, least_delta
 
 Array = npt.NDArray[np.float64]
 
-MAX_PARAMETER = 8.0
-"""Pairs further apart cost an epsilon in the tens a step; the other routes serve them."""
-MIN_RATE, MIN_PARAMETER = 1e-12, 1e-7
-"""Below these the losses of one step drown in the rounding of its probabilities."""
-MAX_STEPS = 10**8
-MAX_LOG_SQUARE = 1e4
-"""Of log E[R'^2]: beyond it losses could overflow where e is raised to them; the other routes serve."""
-MAX_PAIRS = 32
 _LOG_TAIL_CONSTANT = math.log(3.5)
 """G(x) <= 3.5 e^{5x/4}: the maximum of (x^2/2 - x + 1) e^{-x/4} is 3.43, at x = 8.87."""
+_STRIDE = 16
 
 
-@lru_cache(maxsize=1024)
-def comparable_parameter(n: float, rho: float) -> float:
-    """mu of the Gaussian step with which an l2-clipped Laplace step is compared; see the module.
+class Comparison(GridRoute):
+    """Upper bounds from the Gaussian steps of equal Bhattacharyya coefficient, for Laplace noise."""
 
-    Args:
-        n: coordinates, >= 1 or infinite.
-        rho: C / b, the largest shift.
+    def __init__(self, composition: Composition) -> None:
+        super().__init__(composition, compared_pair)
+
+    def _epsilon(self, counts: Mapping[Pair, int], delta: float) -> Sides:
+        forward = profile(counts, delta, FORWARD)
+        return Sides(*[_epsilon_of(*class_means(forward), delta) * (1.0 + 1e-12) + forward.drift] * 2)
+
+    def _delta(self, counts: Mapping[Pair, int], eps: float, grid: float) -> Sides:
+        forward = profile(counts, grid, FORWARD, WIDTH_DELTA)
+        log_c, mean = class_means(forward)
+        reduced = max(eps * (1.0 - 1e-12) - forward.drift, 0.0)
+        return Sides(*[least_delta(lambda delta: _epsilon_of(log_c, mean, delta), reduced)] * 2)
+
+
+def class_means(forward: Profile) -> tuple[Array, Array]:
+    """log c at every sixteenth point of the grid, so that finer grids have the points of coarser ones, and upper bounds
+    on E[f_c(R')] there, shape [points] each.
+
+    H is linear in K = e^y between points, so its integrals over a cell are exact combinations of the two end values.
     """
-    x = rho / math.sqrt(n)
-    if x < 1e-3:  # the root of n (4x - 8 log(1 + x/2)) is rho (1 - x/6 + 7 x^2/144 - ...)
-        return rho * (1.0 - x / 6.0 + x * x / 20.0)
-    rounding = 1.0 + 4e-15 * (1.0 + 1.0 / x)
-    return min(rho, math.sqrt(n * (4.0 * x - 8.0 * math.log1p(0.5 * x))) * rounding)
+    h, value = forward.width, forward.value
+    right, first_right = _cell_shares(h)  # weights of the right end
+    cell = (h - right) * value[:-1] + right * value[1:]
+    first = (0.5 * h * h - first_right) * value[:-1] + first_right * value[1:]  # integral of (y - left end) H
+    whole = np.cumsum(cell[::-1])[::-1]
+    beyond = np.append(whole[1:], 0.0)
+    mean = np.cumsum((h * beyond + first)[::-1])[::-1]  # integral of (y - log c) H from each point on
+    start = -forward.bottom % _STRIDE
+    log_c = (forward.bottom + np.arange(start, mean.size, _STRIDE, dtype=np.float64)) * h
+    log_missing = forward.log_missing + _LOG_TAIL_CONSTANT + (1.0 - TAIL_ORDER) * log_c
+    missing = np.where(log_missing < 0.0, np.exp(np.clip(log_missing, -745.0, 0.0)), np.inf)
+    return log_c, mean[start::_STRIDE] * (1.0 + 1e-12) + missing
 
 
-def compared_pair(release: Release, mechanism: str) -> Pair:
-    """The Gaussian pair of a release of Laplace noise that is neither free nor bare; blocks add in squares.
-
-    A rate within 1e-9 of 1 is rounded up to 1, which costs more.
-    """
-    sizes = [(1.0 if mechanism == "laplace_l1" else n, rho) for n, rho in release.blocks]
-    rate = release.sample_rate if release.sample_rate < 1.0 - 1e-9 else 1.0
-    return Pair(math.hypot(*(comparable_parameter(n, rho) for n, rho in sizes)) * (1.0 + 1e-15), rate)
+def _epsilon_of(log_c: Array, mean: Array, delta: float) -> float:
+    """The smallest log K over c, at least 0."""
+    finite = mean < 1e300 * delta
+    if not finite.any():
+        return math.inf
+    return max(0.0, float(np.min(log_c[finite] + log_kappa(np.sqrt(2.0 * mean[finite] / delta)))))
 
 
-class Comparison:
-    """Upper bounds on epsilon and delta of a composition, from the Gaussian steps it is compared with.
-
-    Args:
-        counts: steps of each Gaussian pair.
-    """
-
-    def __init__(self, counts: Mapping[Pair, int]) -> None:
-        square = math.fsum(t * (p.parameter * p.parameter) for p, t in counts.items() if p.rate == 1.0)
-        self._counts = {p: t for p, t in counts.items() if p.rate < 1.0 and t}
-        if square > 0.0:  # Gaussian steps without sampling are one Gaussian step
-            self._counts[Pair(math.sqrt(square) * (1.0 + 1e-15), 1.0)] = 1
-
-    @classmethod
-    def of(cls, composition: Composition) -> Comparison | None:
-        """The route for ``composition``; None where its bound is not ``"tight"`` or the noise is Gaussian already."""
-        if composition.bound != "tight" or composition.mechanism == "gaussian":
-            return None
-        return cls(paired(composition, compared_pair))
-
-    def usable(self, delta: float) -> bool:
-        """Whether the comparison can be computed with meaning at ``delta``."""
-        return (
-            1e-200 < delta < 1.0
-            and 0 < len(self._counts) <= MAX_PAIRS
-            and sum(self._counts.values()) <= MAX_STEPS
-            and all(p.rate >= MIN_RATE and MIN_PARAMETER <= p.parameter <= MAX_PARAMETER for p in self._counts)
-            and sum(t * math.log1p(p.rate**2 * math.expm1(p.parameter**2)) for p, t in self._counts.items())
-            <= MAX_LOG_SQUARE
-        )
-
-    def epsilon(self, delta: float) -> float:
-        """Upper bound on epsilon at ``delta``, which :meth:`usable` accepted."""
-        functional = _Functional(ratio_law(self._counts, delta))
-
-        def reached(index: int) -> float:
-            value = functional(index)
-            return functional.log_c(index) + _log_kappa(math.sqrt(2.0 * value / delta)) if value < 1e300 else math.inf
-
-        return max(0.0, _lowest(reached, functional.size)) * (1.0 + 1e-12) + self._drift()
-
-    def delta(self, eps: float, rival: float = 1.0) -> float:
-        """Upper bound on delta at ``eps``; at worst ``rival``, an upper bound known otherwise."""
-        best = rival
-        while self.usable(min(best, 0.5)) and eps <= 600.0:
-            value = min(best, self._delta(max(eps * (1.0 - 1e-12) - self._drift(), 0.0), min(best, 0.5)))
-            if value > 1e-2 * best:  # else again, with a grid for the smaller delta
-                return value
-            best = value
-        return best
-
-    def _delta(self, eps: float, expected: float) -> float:
-        functional = _Functional(ratio_law(self._counts, expected))
-
-        def reached(index: int) -> float:
-            gap = eps - functional.log_c(index)
-            if gap <= 0.0:
-                return math.inf
-            return math.log(max(2.0 * functional(index), 1e-300)) - 2.0 * math.log(_inverse_log_kappa(gap))
-
-        return math.exp(min(0.0, _lowest(reached, functional.size)))
-
-    def _drift(self) -> float:
-        """Rounding of the mean loss: the probabilities of a step are off by a few ulp, times q."""
-        return 2e-15 * sum(t * p.rate for p, t in self._counts.items()) + 1e-14
+def _cell_shares(h: float) -> tuple[float, float]:
+    """Integrals over s in [0, h] of g and of s g, g = (e^s - 1) / (e^h - 1): sum_k h^{k+1} / ((k + 1) k!) and
+    sum_k h^{k+2} / ((k + 2) k!), k >= 1, over e^h - 1."""
+    terms = [math.exp(k * math.log(h) - math.lgamma(k + 1.0)) for k in range(1, 40 + math.ceil(6.0 * h))]
+    zeroth = math.fsum(t * h / (k + 1.0) for k, t in enumerate(terms, 1))
+    first = math.fsum(t * h * h / (k + 2.0) for k, t in enumerate(terms, 1))
+    return zeroth / math.expm1(h), first / math.expm1(h)
 
 
-class _Functional:
-    """``functional(i)``: upper bound on E[f_c(R')] with log c at point i of the grid of ``law``."""
-
-    def __init__(self, law: RatioLaw) -> None:
-        self._law = law
-        self.size = law.weight.size
-        self._fits = self.size * law.width < 650.0  # else the largest ratios overflow
-        self._table = _integral(np.minimum(np.arange(self.size) * law.width, 650.0))
-
-    def log_c(self, index: int) -> float:
-        return (self._law.bottom + index) * self._law.width
-
-    def __call__(self, index: int) -> float:
-        log_c = self.log_c(index)
-        if log_c > 650.0 or not self._fits:
-            return math.inf
-        inside = math.exp(log_c) * float(self._law.weight[index:] @ self._table[: self.size - index])
-        log_missing = self._law.log_missing + _LOG_TAIL_CONSTANT + (1.0 - TAIL_ORDER) * log_c
-        return inside * (1.0 + 1e-12) + math.exp(min(log_missing, 700.0))
-
-
-def _integral(x: Array) -> Array:
-    """G(x) = e^x (x^2/2 - x + 1) - 1 = sum_{k >= 3} x^k (k-1)(k-2) / (2 k!), for x >= 0."""
-    y = np.minimum(x, 0.5)
-    series = np.zeros_like(y)
-    for k in range(16, 2, -1):
-        series = series * y + (k - 1) * (k - 2) / (2.0 * math.factorial(k))
-    return np.where(x < 0.5, series * y**3, np.exp(x) * (0.5 * x * x - x + 1.0) - 1.0)
-
-
-def _log_kappa(l: float) -> float:
+def log_kappa(l: Array) -> Array:
     """log kappa(l), kappa(l) = 2 (1 + e^l (l - 1)) / l^2 = 2 sum_{k >= 0} l^k (k + 1) / (k + 2)!; increasing."""
-    if l < 0.5:
-        series = 0.0
-        for k in range(16, 0, -1):
-            series = series * l + 2.0 * (k + 1) / math.factorial(k + 2)
-        return math.log1p(series * l)
-    return l + math.log(2.0 * (math.exp(-l) + l - 1.0)) - 2.0 * math.log(l)
-
-
-def _inverse_log_kappa(gap: float) -> float:
-    """Largest l found with log kappa(l) <= gap, for gap > 0: 2 l / 3 <= log kappa(l) <= l + log 2."""
-    low, high = 0.0, 1.5 * gap
-    for _ in range(60):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if _log_kappa(middle) <= gap else (low, middle)
-    return max(low, 1e-300)
-
-
-def _lowest(function: Callable[[int], float], size: int) -> float:
-    """Smallest value of ``function`` met on 0 .. size - 1: on a coarse grid, then by golden section around its best.
-
-    Every point gives a valid bound, so a missed minimum only costs tightness.
-    """
-    coarse = sorted({i * (size - 1) // 32 for i in range(33)})
-    values = [function(i) for i in coarse]
-    at = int(np.argmin(values))
-    best = values[at]
-    a, b = coarse[max(at - 1, 0)], coarse[min(at + 1, len(coarse) - 1)]
-    seen = dict(zip(coarse, values, strict=True))
-
-    def value(i: int) -> float:
-        if i not in seen:
-            seen[i] = function(i)
-        return seen[i]
-
-    while b - a > 3:
-        x, y = b - round(0.618 * (b - a)), a + round(0.618 * (b - a))
-        if x >= y:
-            x, y = a + (b - a) // 2, a + (b - a) // 2 + 1
-        if value(x) <= value(y):
-            b = y
-        else:
-            a = x
-    return min([best, *(value(i) for i in range(a, b + 1))])
+    small = np.minimum(l, 0.5)
+    series = np.zeros_like(small)
+    for k in range(16, 0, -1):
+        series = series * small + 2.0 * (k + 1) / math.factorial(k + 2)
+    large = np.maximum(l, 0.5)
+    far = large + np.log(2.0 * (np.exp(-large) + large - 1.0)) - 2.0 * np.log(large)
+    return np.where(l < 0.5, np.log1p(series * small), far)

@@ -22,6 +22,7 @@ from lightning_lap2.accounting.routes.moments import (
     level_log_moments,
     real_table,
 )
+from lightning_lap2.accounting.routes.route import Sides
 
 Array = npt.NDArray[np.float64]
 
@@ -42,14 +43,14 @@ class Orders:
         """Whether the moments say anything at ``delta``."""
         return delta > 0.0
 
-    def epsilon(self, delta: float) -> float:
-        """Upper bound on epsilon at ``delta``, which :meth:`usable` accepted."""
+    def epsilon(self, delta: float) -> Sides:
+        """Upper bound on epsilon at ``delta``, which :meth:`usable` accepted, the same in both directions (Lemma 1)."""
         value = max(0.0, self._minimise(epsilon_objective(delta))[0])
-        return value if value < INFINITE else math.inf
+        return Sides(*[value if value < INFINITE else math.inf] * 2)
 
-    def delta(self, eps: float) -> float:
+    def delta(self, eps: float, rival: float = 1.0) -> Sides:
         """Upper bound on delta at a finite ``eps``."""
-        return math.exp(min(0.0, self._minimise(log_delta_objective(min(eps, 1e100)))[0]))
+        return Sides(*[math.exp(min(0.0, self._minimise(log_delta_objective(min(eps, 1e100)))[0]))] * 2)
 
     def best_order(self, delta: float) -> float:
         """The order that gives the smallest epsilon; inf where every moment is infinite."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from lightning_lap2.accounting.composition import Composition
+from lightning_lap2.accounting.routes.route import Sides
 
 
 class Pure:
@@ -21,13 +22,13 @@ class Pure:
         """Whether the ratio is bounded at all."""
         return self._pure < math.inf
 
-    def epsilon(self, delta: float) -> float:
-        """Upper bound on epsilon at ``delta``."""
-        return pure_epsilon(self._pure, delta)
+    def epsilon(self, delta: float) -> Sides:
+        """Upper bound on epsilon at ``delta``, the same in both directions."""
+        return Sides(*[pure_epsilon(self._pure, delta)] * 2)
 
-    def delta(self, eps: float) -> float:
+    def delta(self, eps: float, rival: float = 1.0) -> Sides:
         """Upper bound on delta at ``eps``."""
-        return pure_delta(self._pure, eps)
+        return Sides(*[pure_delta(self._pure, eps)] * 2)
 
 
 def _largest_loss(composition: Composition) -> float:
