@@ -95,7 +95,8 @@ class MajorizedAccountant:
             raise ValueError(f"steps must be an integer in [0, 2**53] in total, got {self._steps + steps}")
         self._steps += steps
         if steps:
-            self._ledger[release] = self._ledger.get(release, 0) + steps
+            # the latest last, as in Composition.adding: what is forecast is then what is reported, to the last bit
+            self._ledger[release] = self._ledger.pop(release, 0) + steps
 
     def epsilon(self, *, delta: float, orders_only: bool = False) -> float:
         """Smallest provable epsilon at ``delta``, in [0, inf].

@@ -41,8 +41,10 @@ class Composition:
         return cls(mechanism, bound, tuple((r, t) for r, t in merged.items() if t))
 
     def adding(self, release: Release, steps: int) -> Composition:
-        """This and ``steps`` more of ``release``."""
-        return Composition.of(self.mechanism, self.bound, (*self.counts, (release, steps)))
+        """This and ``steps`` more of ``release``, which comes last: routes keep what they know of the others."""
+        others = tuple((r, t) for r, t in self.counts if r != release)
+        before = sum(t for r, t in self.counts if r == release)
+        return Composition.of(self.mechanism, self.bound, (*others, (release, before + steps)))
 
     @cached_property
     def steps(self) -> int:

@@ -18,7 +18,7 @@ from lightning_lap2.accounting.routes.orders import Orders
 
 Array = npt.NDArray[np.float64]
 
-_COARSE, _FINE = 20, 32
+_COARSE, _FINE = 12, 24
 
 
 class EpsilonForecast:
@@ -54,7 +54,7 @@ class EpsilonForecast:
 
 @lru_cache(maxsize=16)
 def build_forecast(composition: Composition, release: Release, steps: int, delta: float) -> EpsilonForecast:
-    """Evaluate the routes on a grid of at most 55 points: see :class:`EpsilonForecast`.
+    """Evaluate the routes on a grid of at most 39 points: see :class:`EpsilonForecast`.
 
     Kept, since every fit of a series of equal ones (cross-validation, an audit) asks for the same.
     """

@@ -61,7 +61,7 @@ def merged(counts: Mapping[Pair, int]) -> dict[Pair, int]:
         else:
             result[raised] = result.get(raised, 0) + steps
     if square > 0.0:
-        result[Pair(max(math.sqrt(square) * (1.0 + 1e-15), MIN_PARAMETER), 1.0)] = 1
+        result = {Pair(max(math.sqrt(square) * (1.0 + 1e-15), MIN_PARAMETER), 1.0): 1, **result}
     return result
 
 

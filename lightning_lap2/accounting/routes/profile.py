@@ -33,6 +33,7 @@ from scipy.special import log_ndtr, ndtr
 from lightning_lap2.accounting.routes.pairs import Pair
 
 Array = npt.NDArray[np.float64]
+_Items = tuple[tuple[Pair, int], ...]
 
 FORWARD, REVERSE = 1, -1
 TAIL_ORDER = 1.25
@@ -116,7 +117,7 @@ def profile(counts: Mapping[Pair, int], delta: float, side: int, width_delta: fl
 
 
 @lru_cache(maxsize=16)
-def _profile(items: tuple[tuple[Pair, int], ...], delta: float, side: int, width_delta: float) -> Profile:
+def _profile(items: _Items, delta: float, side: int, width_delta: float) -> Profile:
     plan = _plan(items, delta, side, width_delta)
     steps = [_step(p, plan.width, _reach(t, delta), side) for p, t in items]
     log_mass = sum(t * s.log_moment(plan.tilt) for s, (_, t) in zip(steps, items, strict=True))
@@ -130,7 +131,7 @@ def _profile(items: tuple[tuple[Pair, int], ...], delta: float, side: int, width
         mass, doubt = np.pad(steps[0].mass, (0, size - steps[0].mass.size)), np.zeros(size)
         mass = np.roll(mass, (first - bottom) % size)
     else:
-        tilted, error = _compose(items, plan, steps, size)
+        tilted, error = _compose(items, plan, side, delta, size)
         untilt = np.exp(np.clip(log_mass - plan.tilt * losses, -745.0, 700.0))
         mass = np.minimum(np.roll(tilted, (first - bottom) % size) * untilt, 1.0)
         doubt = error * _weight_norm(plan) * untilt
@@ -175,7 +176,7 @@ class _Plan:
     top_order: float
 
 
-def _plan(items: tuple[tuple[Pair, int], ...], delta: float, side: int, width_delta: float) -> _Plan:
+def _plan(items: _Items, delta: float, side: int, width_delta: float) -> _Plan:
     """Chernoff's bounds over the orders of :data:`_ORDERS`."""
     up: Array = np.sum([t * _moments(p)[0] for p, t in items], axis=0)  # log E_{P0}[R^{1 + a}] = log E_{P1}[R^a]
     down: Array = np.sum([t * _moments(p)[1] for p, t in items], axis=0)  # log E_{P0}[R^{-a}]
@@ -285,7 +286,7 @@ class _Step:
             return float(np.logaddexp.reduce(np.log(self.mass) + exponent))
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=192)
 def _step(pair: Pair, width: float, reach: float, side: int) -> _Step:
     """One step on the grid. What lies beyond ``reach`` deviations on either side of both distributions is left out."""
     q = pair.rate
@@ -358,7 +359,22 @@ def _laplace_cells(r: Array, x: float) -> tuple[Array, Array]:
     return survival[:-1] - survival[1:], below[1:] - below[:-1]
 
 
-def _compose(items: tuple[tuple[Pair, int], ...], plan: _Plan, steps: list[_Step], size: int) -> tuple[Array, float]:
+@dataclass(frozen=True)
+class _Product:
+    """The transform of composed steps at the frequencies where it is not negligible: few, where there are many steps.
+
+    Attributes:
+        relative: sum(T / |phi|) over steps, by which an error of each phi enters, at the same frequencies.
+        norms: sum(T |x|_2) over the tilted masses x of the steps.
+    """
+
+    alive: npt.NDArray[np.int64]
+    spectrum: npt.NDArray[np.complex128]
+    relative: Array
+    norms: float
+
+
+def _compose(items: _Items, plan: _Plan, side: int, delta: float, size: int) -> tuple[Array, float]:
     """Tilted masses of the composition at ``size`` points round a circle from the sum of the first losses on, and a
     bound on the 2-norm of their errors.
 
@@ -367,27 +383,42 @@ def _compose(items: tuple[tuple[Pair, int], ...], plan: _Plan, steps: list[_Step
     second.
     """
     total = sum(t for _, t in items)
-    alive = np.arange(size // 2 + 1)  # frequencies that are not negligible yet: few, where there are many steps
-    spectrum, relative = np.ones(alive.size, dtype=np.complex128), np.zeros(alive.size)
-    each = 0.0
-    for (_, t), step in zip(items, steps, strict=True):
-        tilted = _tilted(step, plan.tilt)
-        phi = fft.rfft(tilted, size)[alive]
-        spectrum *= _power(phi, t)
-        relative += t / np.maximum(np.abs(phi), 1e-200)
-        each += t * float(np.linalg.norm(tilted))
-        kept = np.abs(spectrum) > _NEGLIGIBLE
-        if kept.mean() < 0.7:
-            alive, spectrum, relative = alive[kept], spectrum[kept], relative[kept]
+    before = _product(items[:-1], plan.tilt, plan.width, side, delta, size)  # kept while the last kind varies
+    product = _times(before, items[-1], plan.tilt, plan.width, side, delta, size)
     whole = np.zeros(size // 2 + 1, dtype=np.complex128)
-    whole[alive] = spectrum
+    whole[product.alive] = product.spectrum
     result = fft.irfft(whole, size)
     eta = _ULP * (8.0 + 4.0 * math.log2(size))
-    pointwise = np.minimum(np.abs(spectrum) * relative, total)
-    forth = eta * min(math.sqrt(2.0 * float(pointwise @ pointwise) / size), each)
+    pointwise = np.minimum(np.abs(product.spectrum) * product.relative, total)
+    forth = eta * min(math.sqrt(2.0 * float(pointwise @ pointwise) / size), product.norms)
     back = (eta + 8.0 * _ULP * total) * float(np.linalg.norm(result))
     rounding = 1.0 + 1e-13 + 4e-15 * total  # of the tilted masses of the steps
     return np.maximum(result, 0.0) * rounding, forth + back + size * _NEGLIGIBLE
+
+
+@lru_cache(maxsize=8)
+def _product(items: _Items, tilt: float, width: float, side: int, delta: float, size: int) -> _Product:
+    count = size // 2 + 1
+    product = _Product(np.arange(count), np.ones(count, dtype=np.complex128), np.zeros(count), 0.0)
+    for item in items:
+        product = _times(product, item, tilt, width, side, delta, size)
+    return product
+
+
+def _times(
+    product: _Product, item: tuple[Pair, int], tilt: float, width: float, side: int, delta: float, size: int
+) -> _Product:
+    """``product`` and ``item[1]`` more steps of ``item[0]``."""
+    pair, steps = item
+    tilted = _tilted(_step(pair, width, _reach(steps, delta), side), tilt)
+    phi = fft.rfft(tilted, size)[product.alive]
+    spectrum = product.spectrum * _power(phi, steps)
+    relative = product.relative + steps / np.maximum(np.abs(phi), 1e-200)
+    norms = product.norms + steps * float(np.linalg.norm(tilted))
+    kept = np.abs(spectrum) > _NEGLIGIBLE
+    if kept.mean() > 0.7:
+        return _Product(product.alive, spectrum, relative, norms)
+    return _Product(product.alive[kept], spectrum[kept], relative[kept], norms)
 
 
 def _tilted(step: _Step, tilt: float) -> Array:
@@ -415,9 +446,7 @@ def _power(phi: npt.NDArray[np.complex128], steps: int) -> npt.NDArray[np.comple
     return result
 
 
-def _log_missing(
-    items: tuple[tuple[Pair, int], ...], steps: list[_Step], delta: float, log_top: float, plan: _Plan
-) -> float:
+def _log_missing(items: _Items, steps: list[_Step], delta: float, log_top: float, plan: _Plan) -> float:
     """log of a bound on E[R^s], s = TAIL_ORDER, over ratios above the top of the grid and steps beyond their reach."""
     s = TAIL_ORDER
     if plan.top_order + 1.0 <= s:
