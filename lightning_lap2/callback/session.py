@@ -8,22 +8,22 @@ One batch: ``TrainingData`` drew it -> ``Engine.accumulate`` adds its clipped pe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_lap2.callback import refusals
+from lightning_lap2.callback import marks, refusals
 from lightning_lap2.callback.adaptive import AdaptiveThreshold, dear_count
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
 from lightning_lap2.callback.enginechoice import choose_engine
 from lightning_lap2.callback.feedback import FeedbackWatch
 from lightning_lap2.callback.journal import local_path
-from lightning_lap2.callback.ledger import Ledger
+from lightning_lap2.callback.ledger import UNLINKED, Account, Ledger
 from lightning_lap2.callback.patches import Patches, muted_loggers
-from lightning_lap2.callback.plan import Horizon, Plan, horizon, make_plan, summary, terms_of
+from lightning_lap2.callback.plan import Horizon, Plan, changes, horizon, make_plan, summary, terms_of
 from lightning_lap2.callback.probe import Probe, Release
 from lightning_lap2.callback.refusals import UnsupportedSettingError
 from lightning_lap2.callback.releases import Releases, by_pass, specification, with_leaf_loss
@@ -49,14 +49,14 @@ class FitSession:
     def __init__(
         self,
         settings: Settings,
-        ledger: Ledger,
+        account: Account,
         trainer: Any,
         module: Any,
         pl: ModuleType,
         on_plan: Callable[[FitSession], None],
         probe: Probe | None = None,
     ) -> None:
-        self.settings, self.ledger, self.trainer, self.module, self.pl = settings, ledger, trainer, module, pl
+        self.settings, self.account, self.trainer, self.module, self.pl = settings, account, trainer, module, pl
         self._on_plan, self._probe = on_plan, probe
         self.resumed: Resumed | None = None
         self.checkpoint_seen = False
@@ -75,6 +75,11 @@ class FitSession:
         self._dropped_warned = False
         self._lost_warned = False
 
+    @property
+    def ledger(self) -> Ledger:
+        """What this fit is charged to: the callback's, the loaded checkpoint's or the module's."""
+        return self.account.ledger
+
     # -- patches --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -85,6 +90,7 @@ class FitSession:
         """
         refusals.check_trainer(self.trainer, self.pl)
         refusals.check_module(self.module)
+        marks.note_unknown_training(self.module, self.ledger)
         strategy, fit_loop = self.trainer.strategy, self.trainer.fit_loop
         process, setup, gather = strategy.process_dataloader, fit_loop.setup_data, strategy.all_gather
 
@@ -166,7 +172,15 @@ class FitSession:
     def _settle_ledger(self) -> None:
         if self.trainer.ckpt_path is not None and not self.checkpoint_seen:
             self.untracked_checkpoint()
+        if not self.checkpoint_seen and (spent := marks.adopt(self.module, self.account, self._restored)):
+            self._say(f"the module was trained privately before: its {spent} releases are in the ledger from now on")
         settle(self.ledger, self.trainer, self._say, self._warn)
+
+    def _restored(self, state: Mapping[str, Any]) -> Ledger:
+        """The ledger of a module that came out of a pickle."""
+        ledger = Ledger(self.settings)
+        ledger.load_state_dict(state, of="the module's mark")
+        return ledger
 
     def untracked_checkpoint(self) -> None:
         """See :func:`~lightning_lap2.callback.resume.accept_untracked`."""
@@ -250,13 +264,20 @@ class FitSession:
             probe=self._probe,
         )
         self.plan = plan  # from here on there is something to report
-        self.ledger.plan = summary(settings, terms, plan.end, plan.noise_multiplier)
+        self._note_plan(summary(settings, terms, plan.end, plan.noise_multiplier))
         self.ledger.reproducible |= settings.noise_seed is not None
         self.planned_steps = self._steps_for(plan, ahead)
         self._cap(progress.global_step, ahead)
         if self._probe is not None:
             self._begin_audit(self._probe)
         self._on_plan(self)
+
+    def _note_plan(self, plan: dict[str, Any]) -> None:
+        ledger = self.ledger
+        resumed = self.resumed is not None or self.trainer.global_step > 0
+        if ledger.releases and (words := changes(ledger.plan, plan, resumed=resumed)):
+            ledger.changes.append(f"from release {ledger.releases + 1} on: {words}")
+        ledger.plan = plan
 
     def _begin_audit(self, probe: Probe) -> None:
         assert self.facts is not None
@@ -399,8 +420,8 @@ class FitSession:
 
     def open_journal(self) -> None:
         """The write-ahead journal lies beside the logs, or the checkpoints."""
-        if self.trainer.is_global_zero:
-            self.ledger.open_journal(self.directory)
+        if self.trainer.is_global_zero and not self.ledger.open_journal(self.directory):
+            self._warn(UNLINKED)
 
     def before_checkpoint(self) -> None:
         """A checkpoint is about to be saved: from now on releases must be in a journal, wherever it lies."""

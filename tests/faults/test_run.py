@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from torch.utils.data import default_collate
 
-from tests.helpers import LIGHTNING, LIGHTNING_WARNINGS, classifier, loader, quiet_trainer, watched_releases
+from lightning_lap2.callback.journal import PATTERN
+from tests.helpers import (
+    LIGHTNING,
+    LIGHTNING_WARNINGS,
+    classifier,
+    loader,
+    only_file,
+    quiet_trainer,
+    watched_releases,
+)
 
 pytestmark = LIGHTNING_WARNINGS
 pl, Lap2Privacy = LIGHTNING.pl, LIGHTNING.lap2
@@ -60,4 +69,4 @@ def test_run_with_a_local_root_folder_keeps_its_journal(tmp_path: Any) -> None:
     callback = Lap2Privacy(**GIVEN)
     quiet_trainer(pl, callback, Saving(), max_epochs=1, default_root_dir=tmp_path).fit(classifier(pl), loader(32, 4))
     assert not any("journal" in caveat for caveat in callback.report().caveats)
-    assert (tmp_path / "privacy_journal.txt").exists()
+    assert only_file(tmp_path, PATTERN)
