@@ -156,9 +156,11 @@ class FitSession:
                 f"{self.facts} became {data.facts}; N and the batch size are public constants of a run"
             )
         first = trainer.strategy.broadcast(data.facts)
-        if (data.facts, data.facts.rows) != (first, first.rows):
+        # on every rank: one that went on alone would wait for the others
+        if not trainer.strategy.reduce_boolean_decision((data.facts, data.facts.rows) == (first, first.rows)):
             raise UnsupportedSettingError(
-                f"rank {trainer.global_rank} trains on {data.facts}, rank 0 on {first}: one sampling rate and one "
+                f"the ranks train on different data (rank {trainer.global_rank} on {data.facts}, rank 0 on {first}): "
+                "one sampling rate and one "
                 "ledger hold for all ranks; give every rank the same whole data set and batch size (the draws are "
                 "shared out)"
             )

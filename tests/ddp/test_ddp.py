@@ -271,6 +271,14 @@ def test_scenario_13_iterable_data_set_on_two_ranks_is_refused(two: Job) -> None
         assert "IterableDataset on 2 ranks" in result["message"]
 
 
+def test_shards_of_their_own_are_refused_on_every_rank(two: Job) -> None:
+    for result in two.results("shards_of_their_own", 2):
+        shard, split, same = result["messages"]
+        assert "the ranks train on different data" in shard
+        assert "the ranks train on different data" in split
+        assert same == ""
+
+
 # -- resume across numbers of ranks -----------------------------------------------------------------------------------
 
 
