@@ -160,7 +160,7 @@ class Lap2Core:
 
     @property
     def steps(self) -> int:
-        """Releases made so far, over all fits and resumed checkpoints."""
+        """Releases made so far, over all fits of the weights and resumed checkpoints."""
         return self._ledger.releases
 
     @property
@@ -367,12 +367,7 @@ class Lap2Core:
         before, ledger = self.steps, Ledger(self.settings)
         ledger.load_state_dict(state_dict)
         self._account.ledger = ledger  # a new one: modules trained with this callback keep what they have spent
-        if before > self.steps:
-            branch = (
-                f"this callback had counted {before} releases, the checkpoint {self.steps}; the ledger goes on from "
-                "the checkpoint, as another branch. Whoever sees both branches' results knows both"
-            )
-            ledger.add_caveat(branch)
+        if branch := ledger.branched_off(before):
             self._warn(branch)
 
     def _warn(self, text: str) -> None:

@@ -84,6 +84,15 @@ class Ledger:
         self._loaded = False  # from a checkpoint since the last fit, so journals may know more
         self._resumed_at = 0
 
+    def branched_off(self, before: int) -> str | None:
+        """A caveat where this ledger came from a checkpoint and holds fewer releases than were counted before it was
+        loaded; its text if it is new."""
+        text = (
+            f"{before} releases had been counted before the checkpoint with {self.releases} was loaded; the ledger "
+            "goes on from the checkpoint, as another branch. Whoever sees both branches' results knows both"
+        )
+        return text if before > self.releases and self.add_caveat(text) else None
+
     def add_caveat(self, text: str) -> bool:
         """Whether it is new."""
         if text in self.caveats:

@@ -120,6 +120,12 @@ def adopt(module: nn.Module, account: Account, restore: Callable[[Mapping[str, A
     return account.ledger.releases - before
 
 
+def spent(module: nn.Module) -> int:
+    """Releases that the module's weights have seen by its marks: the most of any part."""
+    marks = [mark for part in module.modules() if (mark := vars(part).get(NAME)) is not None]
+    return max((m.ledger.releases if isinstance(m, Mark) else int(m["ledger"]["releases"]) for m in marks), default=0)
+
+
 def _marks(module: nn.Module, restore: Callable[[Mapping[str, Any]], Ledger]) -> list[Mark]:
     """One for each ledger that the module or a part of it is marked with; pickled ones are made anew in place."""
     restored: dict[int, Mark] = {}

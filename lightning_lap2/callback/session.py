@@ -174,8 +174,11 @@ class FitSession:
     def _settle_ledger(self) -> None:
         if self.trainer.ckpt_path is not None and not self.checkpoint_seen:
             self.untracked_checkpoint()
-        if not self.checkpoint_seen and (spent := marks.adopt(self.module, self.account, self._restored)):
-            self._say(f"the module was trained privately before: its {spent} releases are in the ledger from now on")
+        if self.checkpoint_seen:  # the module's weights are the checkpoint's now
+            if branch := self.ledger.branched_off(marks.spent(self.module)):
+                self._warn(branch)
+        elif new := marks.adopt(self.module, self.account, self._restored):
+            self._say(f"the module was trained privately before: its {new} releases are in the ledger from now on")
         settle(self.ledger, self.trainer, self._say, self._warn)
 
     def _restored(self, state: Mapping[str, Any]) -> Ledger:

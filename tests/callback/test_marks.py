@@ -280,11 +280,25 @@ def test_checkpoint_of_an_earlier_state_is_another_branch(tmp_path: Path) -> Non
     trainer.save_checkpoint(tmp_path / "eight.ckpt")
     fit(module, callback=callback)
     kept = copy.deepcopy(module)
-    with pytest.warns(UserWarning, match="had counted 16 releases, the checkpoint 8"):
+    with pytest.warns(UserWarning, match="16 releases had been counted before the checkpoint with 8") as warned:
         fit(module, callback=callback, epochs=2, ckpt_path=tmp_path / "eight.ckpt")
+    assert sum("as another branch" in str(w.message) for w in warned) == 1
     assert callback.steps == 16
-    assert caveats(callback, "as another branch")
+    assert len(caveats(callback, "as another branch")) == 1
     assert fit(kept).steps == 24
+    assert fit(module).steps == 24
+    with pytest.warns(UserWarning, match="24 releases had been counted before the checkpoint with 8"):
+        new = fit(module, epochs=2, ckpt_path=tmp_path / "eight.ckpt")
+    assert new.steps == 16, "also with a new callback"
+
+
+def test_checkpoint_of_other_settings_replaces_what_a_module_was_marked_with(tmp_path: Path) -> None:
+    module = classifier(pl)
+    trainer = quiet_trainer(pl, Lap2Privacy(**GIVEN), max_epochs=1)
+    trainer.fit(classifier(pl), loader(32, 4))
+    trainer.save_checkpoint(tmp_path / "joint.ckpt")
+    fit(module, bound="tight")
+    assert fit(module, epochs=2, ckpt_path=tmp_path / "joint.ckpt").steps == 16
     assert fit(module).steps == 24
 
 

@@ -38,6 +38,7 @@ TWO = [
     "loggers_and_reports",
     "distributed_sampler_without_sampling",
     "iterable_without_sampling",
+    "shards_of_their_own",
     "resume_what_one_process_left",
     "resume_what_a_killed_run_owes",
 ]

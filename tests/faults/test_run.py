@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import default_collate
 
-from lightning_lap2.callback.journal import PATTERN
+from lightning_lap2.callback.journal import PATTERN, Journal
 from tests.helpers import (
     LIGHTNING,
     LIGHTNING_WARNINGS,
@@ -44,6 +44,27 @@ def test_rows_that_do_not_match_the_draw_are_refused_without_saying_how_many_wer
         trainer.fit(classifier(pl), loader(64, 16, collate_fn=collate))
     assert not re.search(r"\d", str(raised.value))
     assert callback.steps == len(seen) < 8
+
+
+def test_error_while_the_journal_is_closed_does_not_cost_the_report(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch raises one in the main thread, wherever that is, when a DataLoader worker has died."""
+    close = Journal.close
+    calls: list[int] = []
+
+    def interrupted(journal: Journal, *, completed: bool) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("DataLoader worker (pid 1) is killed by signal")
+        close(journal, completed=completed)
+
+    monkeypatch.setattr(Journal, "close", interrupted)
+    trainer = quiet_trainer(pl, Lap2Privacy(**GIVEN), pl.callbacks.ModelCheckpoint(dirpath=tmp_path), max_epochs=1)
+    with pytest.raises(RuntimeError, match="worker"):
+        trainer.fit(classifier(pl), loader(32, 4))
+    assert (tmp_path / "privacy_report.json").exists()
+    assert "training_step" not in vars(trainer.strategy), "the patches were not undone"
 
 
 def test_run_without_a_local_folder_says_that_it_keeps_no_journal() -> None:
