@@ -298,6 +298,7 @@ class Lap2Core:
         assert self._session is not None
         self._session.check_feedback()
         self._session.check_weights()
+        marks.put(pl_module, self._ledger)
 
     # -- end, however it comes ------------------------------------------------------------------------------------
 

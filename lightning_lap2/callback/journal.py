@@ -37,7 +37,8 @@ Charge = Mapping[str, Any]
 
 _SYNC_SHARE = 0.01
 """At most this part of the time is spent on forcing notes to the disk, where they outlive a power failure."""
-_sync = getattr(os, "fdatasync", os.fsync)
+_NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+"""What a file system answers that cannot force anything: the note is then with the operating system alone."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Journal:
                 self._line({"run": self.run, "start": release, "charge": dict(charge)})
                 self._charge = dict(charge)
             _append(self._descriptor, b".")
-            self._force()
+            self._force_now_and_then()
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -130,7 +131,7 @@ class Journal:
         try:
             if completed:
                 self._line({"run": self.run, "closed": True})
-            os.fsync(self._descriptor)
+            _force(self._descriptor)
         finally:
             os.close(self._descriptor)
             self._descriptor = None
@@ -145,7 +146,7 @@ class Journal:
             # found by the one if both folders are moved together, by the other if not
             relative = _relative(here, parent.path.resolve().parent)
             _append(descriptor, _line({**child, "relative": relative}))
-            os.fsync(descriptor)
+            _force(descriptor)
         finally:
             os.close(descriptor)
 
@@ -153,14 +154,22 @@ class Journal:
         assert self._descriptor is not None
         _append(self._descriptor, _line(content))
 
-    def _force(self) -> None:
+    def _force_now_and_then(self) -> None:
         """Hands notes to the disk itself, as often as the disk is quick: at most ``_SYNC_SHARE`` of the time."""
         assert self._descriptor is not None
         started = time.monotonic()
         if started >= self._sync_next:
-            _sync(self._descriptor)
+            _force(self._descriptor)
             ended = time.monotonic()
             self._sync_next = ended + (ended - started) / _SYNC_SHARE
+
+
+def _force(descriptor: int) -> None:
+    try:
+        getattr(os, "fdatasync", os.fsync)(descriptor)
+    except OSError as error:
+        if error.errno not in _NOT_OFFERED:
+            raise
 
 
 def _opened(path: Path) -> int:

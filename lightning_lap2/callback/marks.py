@@ -2,9 +2,9 @@
 
 A ledger belongs to weights, not to a callback: whoever trains the same module with a new callback, another Trainer or
 a callback from ``configure_callbacks`` spends further on the same weights. So a fit leaves a mark on the module and
-on each of its submodules (parts are taken over into other modules), a plain attribute: it is in no ``state_dict``,
-and copies of the module have it. In memory the mark holds the ledger itself, so that it is up to date however a fit
-ends; in a pickle it is a dict of plain values, which opens where this package is not installed.
+on each of its submodules that is trained (parts are taken over into other modules), a plain attribute: it is in no
+``state_dict``, and copies of the module have it. In memory the mark holds the ledger itself, so that it is up to date
+however a fit ends; in a pickle it is a dict of plain values, which opens where this package is not installed.
 
 The mark also knows the weights as the fit left them, by a fingerprint of each parameter. Weights that differ when the
 next fit begins were changed by something that no ledger saw: training without the callback, or ``load_state_dict``.
@@ -56,20 +56,29 @@ class Mark:
 
 
 def put(module: nn.Module, ledger: Ledger) -> None:
-    """Marks the module and its parts; a fit is about to make its first release."""
-    _put(module, Mark(ledger))
+    """Marks the module and those of its parts that are trained: a fit is about to make releases. To be called again
+    where parameters may have been unfrozen meanwhile. A frozen part, or a loss without parameters, learns nothing."""
+    mark = vars(module).get(NAME)
+    if not _is_open(mark, ledger):
+        mark = Mark(ledger)
+    vars(module)[NAME] = mark
+    for part in module.modules():
+        if any(p.requires_grad for p in part.parameters()):
+            vars(part)[NAME] = mark
 
 
 def seal(module: nn.Module, ledger: Ledger) -> None:
     """The fit has ended: remembers the weights that it left. Does nothing where none had begun."""
-    mark = vars(module).get(NAME)
-    if isinstance(mark, Mark) and mark.ledger is ledger and mark.weights is None:
-        _put(module, Mark(ledger, frozenset(fingerprint(p) for p in module.parameters())))
+    if _is_open(vars(module).get(NAME), ledger):
+        put(module, ledger)
+        sealed = Mark(ledger, frozenset(fingerprint(p) for p in module.parameters()))
+        for part in module.modules():
+            if _is_open(vars(part).get(NAME), ledger):
+                vars(part)[NAME] = sealed
 
 
-def _put(module: nn.Module, mark: Mark) -> None:
-    for part in module.modules():
-        vars(part)[NAME] = mark
+def _is_open(mark: object, ledger: Ledger) -> bool:
+    return isinstance(mark, Mark) and mark.ledger is ledger and mark.weights is None
 
 
 def note_unknown_training(module: nn.Module, ledger: Ledger) -> None:

@@ -178,7 +178,10 @@ class FitSession:
             if branch := self.ledger.branched_off(marks.spent(self.module)):
                 self._warn(branch)
         elif new := marks.adopt(self.module, self.account, self._restored):
-            self._say(f"the module was trained privately before: its {new} releases are in the ledger from now on")
+            self._say(
+                f"the module was trained privately before: its {new} releases are in the ledger from now on (weights "
+                "that have nothing to do with those belong into a new module)"
+            )
         settle(self.ledger, self.trainer, self._say, self._warn)
 
     def _restored(self, state: Mapping[str, Any]) -> Ledger:

@@ -9,8 +9,8 @@ other classes do with their records cannot be seen.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from types import CodeType
+from collections.abc import Iterator, Sequence
+from types import CodeType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ Rows = npt.NDArray[np.int64]
 """Of each row the record that it holds, as (number of the innermost data set) * _SPAN + index; -1 for none."""
 
 _SPAN = 2**40
+_LOOKED_AT = 100  # stages of a pipeline; a list of records is no place to look
 _CONTAINERS = (Subset, ConcatDataset, StackDataset)
 
 
@@ -164,7 +165,8 @@ def repeating_stream(loader: DataLoader[Any]) -> str | None:
     """Why a loader over an ``IterableDataset`` gives records several times; ``None`` where nothing shows that.
 
     Every worker iterates a copy of its own. Whether the workers share the records out is known only to the data set's
-    code: what mentions ``get_worker_info``, or comes with a ``worker_init_fn``, is taken to.
+    code: what asks for the worker's number (``get_worker_info``) in its methods, or in functions and objects that it is
+    made of, is taken to; so is what comes with a ``worker_init_fn``.
     """
     streams = list(_streams(loader.dataset))
     for number, stream in enumerate(streams):
@@ -173,10 +175,10 @@ def repeating_stream(loader: DataLoader[Any]) -> str | None:
     if loader.num_workers < 2 or loader.worker_init_fn is not None:
         return None
     for stream in streams:
-        if not _shares_out(type(stream)):
+        if not _asks_for_its_worker(stream):
             return (
                 f"each of the num_workers={loader.num_workers} workers iterates the whole {_name(stream)}, which does "
-                "not ask for its worker"
+                "not ask which of them it is in"
             )
     return None
 
@@ -189,17 +191,22 @@ def _streams(dataset: Dataset[Any]) -> Iterator[Any]:
         yield dataset
 
 
-def _shares_out(kind: type) -> bool:
-    """Whether a method of the class, or of a base below torch's, mentions ``get_worker_info``."""
-    for base in kind.__mro__:
-        if base in (IterableDataset, Dataset, object):
-            continue
-        for value in vars(base).values():
-            function: Callable[..., Any] | None = getattr(value, "__func__", value)
-            code = getattr(function, "__code__", None)
-            if code is not None and "get_worker_info" in _names(code):
-                return True
-    return False
+def _asks_for_its_worker(thing: Any, depth: int = 3) -> bool:
+    """Whether a function in ``thing`` mentions the worker's number: in a method of its class, or in what it is made of
+    (pipelines keep their stages in a list)."""
+    code = getattr(getattr(thing, "__func__", thing), "__code__", None)
+    if code is not None:
+        return any("worker_info" in name for name in _names(code))
+    if isinstance(thing, dict | list | tuple):
+        parts = list(thing.values() if isinstance(thing, dict) else thing)[:_LOOKED_AT]
+    elif hasattr(thing, "__dict__") and not isinstance(thing, type | ModuleType):
+        own = [base for base in type(thing).__mro__ if base not in (IterableDataset, Dataset, object)]
+        if any(_asks_for_its_worker(value, 0) for base in own for value in vars(base).values() if callable(value)):
+            return True
+        parts = list(vars(thing).values())
+    else:
+        return False
+    return depth > 0 and any(_asks_for_its_worker(part, depth - 1) for part in parts)
 
 
 def _names(code: CodeType) -> set[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -120,7 +122,7 @@ def test_notes_are_forced_to_the_disk_for_a_hundredth_of_the_time(
         clock[0] += milliseconds / 1000
         forced.append(clock[0])
 
-    monkeypatch.setattr(journal_module, "_sync", sync)
+    monkeypatch.setattr(journal_module, "_force", sync)
     monkeypatch.setattr(journal_module.time, "monotonic", lambda: clock[0])
     journal = Journal(tmp_path)
     for number in range(1000):
@@ -131,6 +133,22 @@ def test_notes_are_forced_to_the_disk_for_a_hundredth_of_the_time(
     else:
         assert 0.008 < len(forced) * milliseconds / 1000 / clock[0] <= 0.011
         assert max(b - a for a, b in pairwise(forced)) < 2.1
+
+
+@pytest.mark.parametrize(("number", "fatal"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_disk_that_cannot_force_is_used_all_the_same_and_one_that_fails_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fatal: bool
+) -> None:
+    def failing(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    journal = Journal(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module.os, "fdatasync", failing)
+        patch.setattr(journal_module.os, "fsync", failing)
+        with pytest.raises(OSError, match="release 1 was not made") if fatal else nullcontext():
+            journal.record(0, CHARGE)
+    assert journal.noted is not fatal
 
 
 # -- whose releases they are ------------------------------------------------------------------------------------------

@@ -172,6 +172,33 @@ def test_parts_bring_what_they_have_spent() -> None:
     assert not caveats(callback, "changed outside")
 
 
+def test_frozen_parts_and_losses_that_modules_share_bring_nothing() -> None:
+    """A pretrained encoder that many runs build on, in the same process."""
+    encoder = nn.Linear(3, 3).requires_grad_(False)
+    activation = nn.ReLU()
+    for _ in range(2):
+        callback = fit(Composed(encoder, activation, nn.Linear(3, 2)))
+        assert callback.steps == 8
+    assert marks.NAME not in vars(encoder) and marks.NAME not in vars(activation)
+
+
+def test_part_that_was_trained_for_a_while_is_marked() -> None:
+    class ForOneEpoch(pl.callbacks.BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.layers[0])
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.make_trainable(module.layers[0])
+            if epoch == 2:
+                self.freeze(module.layers[0])
+
+    module = Composed(nn.Linear(3, 3), nn.Linear(3, 2))
+    quiet_trainer(pl, Lap2Privacy(**GIVEN), ForOneEpoch(), max_epochs=3).fit(module, loader(32, 4))
+    assert not any(p.requires_grad for p in module.layers[0].parameters())
+    assert fit(Composed(module.layers[0], nn.Linear(3, 2))).steps == 24 + 8
+
+
 def test_callback_of_one_module_adds_what_another_has_spent() -> None:
     one, other = classifier(pl), classifier(pl)
     callback = fit(one)

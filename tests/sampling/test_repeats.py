@@ -179,11 +179,31 @@ class Helped(Stream):
         return iter([D[i] for i in self._mine()])
 
 
+def split_by_worker(indices: Any) -> Iterator[int]:
+    info = get_worker_info()
+    return iter([i for i in indices if i % info.num_workers == info.id])
+
+
+class Pipeline(IterableDataset[Any]):
+    """Its stages share out, itself it does not know."""
+
+    def __init__(self, *stages: Any) -> None:
+        self.options = {"stages": list(stages)}
+
+    def __iter__(self) -> Iterator[Any]:
+        indices: Any = range(len(D))
+        for stage in self.options["stages"]:
+            indices = stage(indices)
+        return iter([D[i] for i in indices])
+
+
 def counts(loader: DataLoader[Any]) -> Counter[Any]:
     return Counter(tuple(x.tolist()) for batch in loader for x in batch[0])
 
 
-@pytest.mark.parametrize("stream", [Shared(), Helped(), ChainDataset([Shared(), Helped()])])
+@pytest.mark.parametrize(
+    "stream", [Shared(), Helped(), Pipeline(list, split_by_worker), ChainDataset([Shared(), Helped()])]
+)
 def test_streams_that_share_out_are_taken(stream: Any) -> None:
     loader = DataLoader(stream, batch_size=4, num_workers=2)
     assert repeating_stream(loader) is None
@@ -198,6 +218,7 @@ def test_streams_that_repeat_are_named() -> None:
     with pytest.raises(ValueError, match="each of the num_workers=2 workers.*num_workers=1"):
         fit(loader, sampling="none")
     assert fit(DataLoader(Stream(), batch_size=4, num_workers=1), sampling="none").steps == 5
+    assert "whole Pipeline" in str(repeating_stream(DataLoader(Pipeline(list, sorted), num_workers=2)))
     stream = Shared()
     assert "holds the same Shared twice" in str(repeating_stream(DataLoader(ChainDataset([stream, stream]))))
     assert "whole Stream" in str(repeating_stream(DataLoader(ChainDataset([stream, Stream()]), num_workers=2)))
