@@ -47,7 +47,7 @@ class Lap2Core:
         bound: Literal["tight", "joint", "published"] = "tight",
         sampling: Literal["poisson", "none"] = "poisson",
         clipping: Literal["flat", "automatic", "per_layer", "adaptive"] = "flat",
-        engine: Literal["vmap", "ghost", "loop", "auto"] = "vmap",
+        engine: Literal["auto", "ghost", "vmap", "loop"] = "auto",
         chunk_size: int | None = None,
         augmentations: int = 1,
         noise_source: Literal["auto", "aes", "torch"] = "auto",
@@ -57,6 +57,7 @@ class Lap2Core:
         target_quantile: float | None = None,
         clip_learning_rate: float | None = None,
         count_noise_scale: float | None = None,
+        on_record_error: Literal["raise", "zero"] = "raise",
     ) -> None:
         super().__init__()
         self.settings = Settings(
@@ -78,6 +79,7 @@ class Lap2Core:
             target_quantile=target_quantile,
             clip_learning_rate=clip_learning_rate,
             count_noise_scale=count_noise_scale,
+            on_record_error=on_record_error,
         )
         self._account = Account(Ledger(self.settings))
         self._session: FitSession | None = None
@@ -224,7 +226,7 @@ class Lap2Core:
         session.check_before_training()
         session.open_journal()
         marks.put(pl_module, self._ledger)
-        self._facts["caveats"], self._facts["engine"] = session.checked.notes, session.engine.name
+        self._facts["caveats"], self._facts["engine"] = session.trial.notes, session.engine_name
         values = {
             "privacy/delta": self.delta,
             "privacy/noise_multiplier": self.noise_multiplier,
@@ -277,10 +279,6 @@ class Lap2Core:
         # of what the module logged in on_train_epoch_end, which runs after this callback's
         self._session.check_feedback()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        assert self._session is not None
-        self._session.batch_fetched(batch)
-
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         assert self._session is not None
         self._session.release()
@@ -296,6 +294,7 @@ class Lap2Core:
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         assert self._session is not None
+        self._session.check_trained()
         self._session.check_feedback()
         self._session.check_weights()
         marks.put(pl_module, self._ledger)

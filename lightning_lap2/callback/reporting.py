@@ -105,6 +105,11 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
             "released weights or at metrics, that takes a Renyi filter (Feldman and Zrnic 2021, arXiv 2008.11193; "
             "Whitehouse et al. 2023, arXiv 2203.05481), which is not offered here."
         )
+    if settings.on_record_error == "zero":
+        found.append(
+            "on_record_error='zero': a record that cannot be read, or on which the step raises, counts as one without "
+            "a gradient, and nothing says how many did"
+        )
     return [*found, *ledger.caveats, *facts.get("caveats", ()), *_ALWAYS]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_lap2.callback.journal import PATTERN, local_path
 from lightning_lap2.callback.ledger import Ledger
-from lightning_lap2.callback.refusals import UnsupportedSettingError
 from lightning_lap2.callback.settings import Settings
+from lightning_lap2.errors import UnsupportedSettingError
 
 NO_JOURNAL = (
     "checkpoints are saved, but no folder of this run is on a local disk, so no journal of releases is kept: were the "

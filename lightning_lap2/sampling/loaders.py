@@ -70,24 +70,30 @@ def rebuild_loader(
             :func:`check_loader`.
     """
     _map_style(loader)
-    optional: dict[str, Any] = {}
-    if loader.pin_memory_device:  # deprecated by torch: not to be passed on when it is empty
-        optional["pin_memory_device"] = loader.pin_memory_device
-    if loader.num_workers > 0:
-        optional["prefetch_factor"] = loader.prefetch_factor
-        optional["multiprocessing_context"] = loader.multiprocessing_context
     return DataLoader(
         loader.dataset if dataset is None else dataset,
         batch_sampler=batch_sampler,
-        num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,
-        persistent_workers=loader.persistent_workers,
-        **optional,
+        **worker_settings(loader),
     )
+
+
+def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How ``loader`` reads: workers, pinning, time-out and generator, as arguments of another ``DataLoader``."""
+    settings: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "generator": loader.generator,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if loader.pin_memory_device:  # deprecated by torch: not to be passed on when it is empty
+        settings["pin_memory_device"] = loader.pin_memory_device
+    if loader.num_workers > 0:
+        settings["prefetch_factor"] = loader.prefetch_factor
+        settings["multiprocessing_context"] = loader.multiprocessing_context
+    return settings
 
 
 def provably_once(loader: object, world_size: int) -> None:
