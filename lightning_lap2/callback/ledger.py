@@ -305,8 +305,9 @@ class Ledger:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickles: an open file stays with its process; a copy elsewhere goes on as a run of its own."""
-        return {**vars(self), "_journal": None, "_origin": self._current()}
+        """For pickles, which are like checkpoints: an open file stays with its process, a copy elsewhere goes on as a
+        run of its own, once it has asked the journals what was released since."""
+        return {**vars(self), "_journal": None, "_origin": self._current(), "_loaded": True}
 
 
 def _text(name: str, found: Any) -> str:

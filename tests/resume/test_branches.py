@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_lap2.callback import ledger as ledger_module
 from lightning_lap2.callback.journal import PATTERN
 from lightning_lap2.callback.ledger import checksum
 from tests.helpers import LIGHTNING, LIGHTNING_WARNINGS, NAMESPACES, Namespace, classifier, loader, quiet_trainer
@@ -112,6 +114,38 @@ def test_further_fit_of_the_same_objects_is_no_other_branch(tmp_path: Path) -> N
         quiet_trainer(pl, callback, checkpoint, max_epochs=1).fit(module, loader(16, 2))
     assert (callback.steps, others(callback)) == (24, 0)
     assert not caveats(callback, "journal")
+
+
+def test_callback_from_a_pickle_is_charged_what_its_run_released_since(tmp_path: Path) -> None:
+    """As from a checkpoint."""
+    pickles: list[bytes] = []
+
+    class Pickling(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                pickles.append(pickle.dumps(trainer.callbacks[0]))
+            if trainer.global_step == 7:
+                raise Interrupt
+
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path)
+    trainer = quiet_trainer(pl, Lap2Privacy(**GIVEN), Pickling(), checkpoint, max_epochs=1)
+    with pytest.raises(Interrupt):
+        trainer.fit(classifier(pl), loader(16, 2))
+    callback = pickle.loads(pickles[0])
+    assert callback.steps == 3
+    quiet_trainer(pl, callback, max_epochs=1).fit(classifier(pl), loader(16, 2))
+    assert callback.steps == 7 + 8
+
+
+def test_journal_that_may_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on from somebody else's checkpoint."""
+    run(tmp_path / "theirs", until=8)
+    monkeypatch.setattr(ledger_module.os, "access", lambda *_: False)
+    with pytest.warns(UserWarning, match="journal of the run that this one goes on from cannot be written"):
+        callback = run(tmp_path / "mine", path=tmp_path / "theirs" / "step=5.ckpt")
+    assert callback.steps == 8 + 11
+    assert len(caveats(callback, "cannot be written")) == 1
+    assert "child" not in next((tmp_path / "theirs").glob(PATTERN)).read_text()
 
 
 # -- reports ----------------------------------------------------------------------------------------------------------
