@@ -29,6 +29,7 @@ def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> Pr
     threshold = current_threshold(settings, ledger.clipping)
     adaptive = settings.clipping == "adaptive"
     return PrivacyReport(
+        run=ledger.run,
         eps=settings.eps,
         epsilon=ledger.epsilon(),
         delta=settings.delta,
@@ -91,12 +92,31 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
             )
     if facts.get("fast_dev_run"):
         found.append("fast_dev_run: a trial run, charged like any other.")
+    if ledger.elsewhere:
+        found.append(
+            f"{ledger.elsewhere} later releases of this run exist in other branches, which went on from an earlier "
+            "checkpoint: they are not in this epsilon. Whoever sees the results of several branches sees the releases "
+            "of all."
+        )
+    if ledger.changes:
+        found.append(
+            f"Arguments changed between the fits of this ledger ({_shortened(ledger.changes)}). Epsilon composes all "
+            "releases as if their parameters had been fixed beforehand. Where they were chosen after looking at "
+            "released weights or at metrics, that takes a Renyi filter (Feldman and Zrnic 2021, arXiv 2008.11193; "
+            "Whitehouse et al. 2023, arXiv 2203.05481), which is not offered here."
+        )
     if settings.on_record_error == "zero":
         found.append(
-            "on_record_error='zero': a record that cannot be read, or on which the step raises, counts as one without a "
-            "gradient, and nothing says how many did"
+            "on_record_error='zero': a record that cannot be read, or on which the step raises, counts as one "
+            "without a gradient, and nothing says how many did"
         )
     return [*found, *ledger.caveats, *facts.get("caveats", ()), *_ALWAYS]
+
+
+def _shortened(sentences: list[str], shown: int = 3) -> str:
+    """The latest of them, and how many there are besides."""
+    more = [f"{len(sentences) - shown} earlier changes"] if len(sentences) > shown else []
+    return "; ".join(more + sentences[-shown:])
 
 
 def _versions() -> dict[str, str]:
