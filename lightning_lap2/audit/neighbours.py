@@ -113,6 +113,8 @@ class _Run(Probe):
         random: the step used one of the global random generators.
     """
 
+    cells = 2**24  # two releases with one noise differ by less than a cell in most coordinates
+
     def __init__(self, record: int | None = None, null: Null = "absent", reference: _Run | None = None) -> None:
         self.record, self.null, self.reference = record, null, reference
         if record is not None and null == "absent":
@@ -209,7 +211,8 @@ def _compare(record: int, one: _Run, other: _Run, report: dict[str, Any], withou
         "logged epsilon": one.logged == other.logged,
     }
     changed += [name for name, equal in public.items() if not equal]
-    norm, unit = one.release.mechanism.norm, one.release.mechanism.max_grad_norm / one.release.normaliser
+    # C less its margin, which is for rounding and not for a gradient to use up
+    norm, unit = one.release.mechanism.norm, one.release.mechanism.clip_norm / one.release.normaliser
     drawn_at = one.drawn_at.get(record, set())
     moved, elsewhere, rounding = 0.0, 0.0, 0.0
     for number, (mine, theirs) in enumerate(zip(one.values, other.values, strict=False)):

@@ -34,6 +34,7 @@ from lightning_lap2.gradients import Engine, ParameterLayout, StepCall, Unsuppor
 from lightning_lap2.gradients.batches import rows
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.noise import make_noise_source
+from lightning_lap2.noise.grid import CELLS
 from lightning_lap2.sampling import Part
 
 
@@ -232,7 +233,11 @@ class FitSession:
                 )
         self.engine = self._engine(settings.engines[-1])
         noise = make_noise_source(
-            settings.noise_source, layout.device, seed=settings.noise_seed, rank=trainer.global_rank
+            settings.noise_source,
+            layout.device,
+            seed=settings.noise_seed,
+            rank=trainer.global_rank,
+            cells=CELLS if self._probe is None else self._probe.cells,
         )
         self.releases = Releases(
             settings,
