@@ -2,8 +2,8 @@ r"""Noise from torch's generators, on the device that holds the sum.
 
 Two 64-bit words per value are split as in :mod:`lightning_lap2.noise.aes`: a sign, an integer k of 63 bits, and 63
 further bits for u, so :math:`t = (k + u)\,2^{-63}` never falls below 2^-127: Laplace noise reaches 88.0 scales,
-Gaussian noise 13.2. u is added to every k rather than to the small ones alone: a device has no use for a gather, and where k
-fills the mantissa the sum rounds back to k. Gaussian pairs take a third word, the angle.
+Gaussian noise 13.2. u is added to every k rather than to the small ones alone: a device has no use for a gather, and
+where k fills the mantissa the sum rounds back to k. Gaussian pairs take a third word, the angle.
 
 *Strength.* These generators are statistically good but not cryptographic: CUDA's Philox4x32 has a 64-bit
 key, the CPU's Mersenne Twister is linear. Each call takes fresh entropy of the operating system for the

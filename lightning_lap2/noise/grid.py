@@ -33,8 +33,8 @@ Values = TypeVar("Values", npt.NDArray[np.float64], Tensor)
 
 
 def spacing(scale: float, cells: int = CELLS) -> float:
-    """gamma: the largest power of two that is at most ``scale / cells``."""
-    return math.ldexp(1.0, math.frexp(scale / cells)[1] - 1)
+    """gamma: the largest power of two that is at most ``scale / cells``; 0 without noise."""
+    return 0.0 if scale == 0 else math.ldexp(1.0, math.frexp(scale / cells)[1] - 1)
 
 
 def round_(values: Values, scale: float, cells: int = CELLS) -> None:

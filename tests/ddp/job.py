@@ -126,7 +126,7 @@ def adaptive_threshold(ranks: Ranks) -> Result:
     factors = torch.tensor([release.scale / COUNTED["count_noise_scale"] for release in seen], dtype=torch.float64)
     return {
         "threshold_without_noise": free.clipping_threshold,
-        "own_counts": torch.stack([release.before[-1] for release in seen]).double() / factors,
+        "own_counts": torch.stack([release.before[-1] for release in seen]).double(),
         "released": torch.stack([release.after[-1] for release in seen]).double() / factors * noisy.expected_batch_size,
         "threshold": noisy.clipping_threshold,
         "weights": weights(module),

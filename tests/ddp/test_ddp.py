@@ -168,7 +168,7 @@ def test_the_count_of_adaptive_clipping_is_noised_once(two: Job) -> None:
     alone = jobs.adaptive_threshold(jobs.Ranks(Path(), 1))
     assert results[0]["threshold_without_noise"] == pytest.approx(alone["threshold_without_noise"], rel=1e-6)
     own = sum(result["own_counts"] for result in results)
-    assert (own - (2 * own).round() / 2).abs().max() < 1e-3, "halves"
+    assert torch.equal(own, (2 * own).round() / 2), "halves"
     assert not torch.equal(results[0]["own_counts"], results[1]["own_counts"])
     noise, scale = results[0]["released"] - own, jobs.COUNTED["count_noise_scale"]
     # 300 draws: the mean absolute value is within 6 % of b for one draw a release, and 1.5 b for one on each rank
@@ -222,7 +222,9 @@ def test_scenario_12_training_step_returns_none_on_some_ranks(two: Job) -> None:
     results = two.results("training_step_returns_none", 2)
     _all_equal(results, "steps", "gradients", "weights", "ledger")
     assert results[0]["steps"] == 18
-    assert (results[0]["gradients"] != 0).all(), "a skipped batch was released without noise"
+    # 0 is a point of the grid, met once in a hundred coordinates
+    nothing = (results[0]["gradients"] == 0).sum(dim=1)
+    assert nothing.max() <= 2, "a skipped batch was released without noise"
 
 
 def test_engines_and_options_of_the_strategy_change_nothing(two: Job) -> None:
