@@ -95,9 +95,9 @@ class GhostEngine(Engine):
         index = {id(p): k for k, p in enumerate(layout.parameters)}
         walk = Walk(index, layout.names, self._dims, RULES.__contains__)
         uses = walk.run(loss.grad_fn)
-        factor = own_per_share(loss.grad_fn, walk, call.views)
+        whole, factor = own_per_share(loss.grad_fn, walk, call.views)
         collector = Collector(Scope(walk, dtype), layout, uses, call.views)
-        collector.backward(loss)
+        collector.backward(loss, whole)
         self._dims.finish()
         return collector.finish(factor)
 
@@ -108,7 +108,7 @@ class Collected:
 
     Attributes:
         terms: for each parameter used its uses and the norms ``[B]`` (fp64) of their sum; gradients of each
-            example's share of the batch loss.
+            example's share of the whole loss.
         factor: from that to the example's gradient, see :func:`own_per_share`.
     """
 
@@ -154,16 +154,20 @@ class Collector:
         self._expected = Counter([p for use in uses for d in use.operands.values() for p in d.parameters])
         self._exact = torch.get_float32_matmul_precision() == "highest"
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, whole: float) -> None:
         """Gradients with respect to activations only: the engine runs what the last uses need and no weight
-        gradient. Uses above others are caught on the way, before their node runs and frees what it saved."""
+        gradient. Uses above others are caught on the way, before their node runs and frees what it saved.
+
+        Args:
+            whole: what the backward starts from, see :func:`own_per_share`.
+        """
         if not self.uses:
             return
         last = [use for use in self.uses if use.last]
         handles = [use.node.register_prehook(self._hook(use)) for use in self.uses if not use.last]
         try:
             edges = [GradientEdge(use.node, 0) for use in last]
-            grads = torch.autograd.grad(loss, edges, allow_unused=True)
+            grads = torch.autograd.grad(loss, edges, torch.full_like(loss, whole), allow_unused=True)
         except CheckpointError as error:
             raise UnsupportedModelError(
                 "activation checkpointing (torch.utils.checkpoint) gives saved inputs out once only, but "
