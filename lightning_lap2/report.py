@@ -19,8 +19,9 @@ MARKDOWN_NAME = "privacy_report.md"
 class PrivacyReport:
     """One fit's (or several fits') privacy statement. ``str()`` gives Markdown, ``to_dict()`` plain values.
 
-    Fields carry the names of the callback's arguments and attributes; ``None`` where no fit has started. The last five
-    are for adaptive clipping: ``max_grad_norm`` is where C started, ``clipping_threshold`` where it is now, and
+    Fields carry the names of the callback's arguments and attributes; ``None`` where no fit has started.
+    ``rounding_margin`` is the share of C that gradients are clipped below it, for what floating point adds. The last
+    five are for adaptive clipping: ``max_grad_norm`` is where C started, ``clipping_threshold`` where it is now, and
     ``epsilon_without_count`` what the same releases would have cost without their counts.
     """
 
@@ -51,6 +52,7 @@ class PrivacyReport:
     world_size: int | None
     caveats: tuple[str, ...]
     versions: dict[str, str]
+    rounding_margin: float | None = None
     clipping_threshold: float | None = None
     target_quantile: float | None = None
     clip_learning_rate: float | None = None

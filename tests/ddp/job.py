@@ -22,6 +22,8 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightning_lap2.callback import releases as releases_module
 from lightning_lap2.callback import window as window_module
+from lightning_lap2.callback.window import release_
+from lightning_lap2.noise import make_noise_source
 from tests.helpers import (
     LIGHTNING,
     Viewed,
@@ -113,6 +115,27 @@ def laplace_noise_once(ranks: Ranks) -> Result:
         "scale": callback.scale,
         "ledger": ledger_of(callback),
     }
+
+
+def exact_releases(ranks: Ranks) -> Result:
+    """What ``release_`` makes of sums that are known to the last bit, shared out over the ranks; and what came of the
+    noise that each rank adds to its slice before the all-reduce, in float32."""
+    ranks.trainer(Lap2Privacy(eps=math.inf, noise_multiplier=0.0), max_steps=1).fit(classifier(pl), loader(12, 1))
+    values = 0.1 * torch.randn(100_003, generator=torch.Generator().manual_seed(0))
+    share = 0.01 * torch.randn(100_003, generator=torch.Generator().manual_seed(1 + RANK))
+    whole = torch.zeros_like(values)
+    for rank in range(ranks.number):
+        whole += 0.01 * torch.randn(100_003, generator=torch.Generator().manual_seed(1 + rank))
+    own = share + (values - whole if RANK == 0 else 0.0)
+    total, before = own.clone(), own.clone()
+    source = make_noise_source("aes", torch.device("cpu"), rank=RANK)
+    release_(total, noise=source, scale=1.0, distribution="laplace", normaliser=1, release=0, rank=RANK,
+             world_size=ranks.number)  # fmt: skip
+    first, last = (100_003 * rank // ranks.number for rank in (RANK, RANK + 1))
+    source.add_(before[first:last], 1.0, release=0)
+    for added in (own, before):
+        torch.distributed.all_reduce(added)
+    return {"sum": own, "released": total, "noised before the sum": before}
 
 
 def adaptive_threshold(ranks: Ranks) -> Result:

@@ -15,6 +15,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from benchmarks.floating_point import OURS, certain
+from lightning_lap2.noise.grid import spacing
 from tests.ddp import job as jobs
 from tests.ddp.harness import Job, start
 from tests.helpers import LIGHTNING, LIGHTNING_WARNINGS, classifier, loader, quiet_trainer
@@ -26,6 +28,7 @@ TWO = [
     "same_as_one_process",
     "several_views_of_each_example",
     "laplace_noise_once",
+    "exact_releases",
     "adaptive_threshold",
     "budget_beats_minimums",
     "budget_beats_minimums_accumulating",
@@ -45,6 +48,7 @@ THREE = [
     "same_as_one_process_in_buckets",
     "same_as_one_process_accumulating",
     "laplace_noise_once",
+    "exact_releases",
     "empty_draw_on_one_rank_only",
 ]
 
@@ -160,6 +164,21 @@ def test_scenario_8_noise_of_the_global_sum_has_scale_b_once(several: dict[int, 
     for rank in range(1, ranks):
         assert torch.equal(results[rank]["noise"].double(), noise[:, :1000])
     _all_equal(results, "weights", "ledger")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_exact_releases_of_several_ranks_give_nothing_away(several: dict[int, Job], ranks: int) -> None:
+    """Summed first, then noised and rounded: grid points on every rank, none of which is impossible without an example.
+    Noised slices that are added up in float32 are off the grid, by what the records are."""
+    results = several[ranks].results("exact_releases", ranks)
+    _all_equal(results, "released")
+    released, values = results[0]["released"], results[0]["sum"].numpy()
+    steps = released.double() / spacing(1.0)
+    assert torch.equal(steps, steps.round())
+    assert certain(OURS[0], values, 1 / 161, released.numpy()) == (0.0, 0.0)
+    assert stats.kstest((released.numpy() - values).astype(float), "laplace").pvalue > 1e-4
+    before = results[0]["noised before the sum"].double() / spacing(1.0)
+    assert (before != before.round()).double().mean() > 0.5
 
 
 def test_the_count_of_adaptive_clipping_is_noised_once(two: Job) -> None:
