@@ -20,9 +20,9 @@ _ALWAYS = (
     "takes the number of examples and the batch size as public.",
 )
 _TORCH_NOISE = (
-    "The noise is drawn from torch's generator, keyed anew by the operating system at each release. It is a statistical "
-    "generator and not a cryptographic one: the guarantee holds if its output cannot be told from uniform bits. "
-    "noise_source='aes' does not need that."
+    "The noise is drawn from torch's generator, keyed anew by the operating system at each release. It is a "
+    "statistical generator and not a cryptographic one: the guarantee holds if its output cannot be told from uniform "
+    "bits. noise_source='aes' does not need that."
 )
 
 
