@@ -473,6 +473,7 @@ SCENARIOS: dict[str, Callable[[Ranks], Result]] = {
         same_as_one_process_accumulating,
         several_views_of_each_example,
         laplace_noise_once,
+        exact_releases,
         adaptive_threshold,
         budget_beats_minimums,
         budget_beats_minimums_accumulating,
