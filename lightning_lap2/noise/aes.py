@@ -8,7 +8,7 @@ From one keystream word of 64 bits come a sign, its top bit, and an integer k, t
 is uniform on (0, 1). Laplace noise of scale b is :math:`\pm b \log t`. Gaussian noise is that of Box and Muller: the
 radius :math:`R = \sqrt{-2 \log t}` times the cosine and the sine of an angle that is uniform on the circle, a second
 word as a signed integer. Both come from :math:`\tau`, the tangent of half the angle, as
-:math:`(1 - \tau^2) / (1 + \tau^2)` and :math:`2 \tau / (1 + \tau^2)`.
+:math:`2 / (1 + \tau^2) - 1` and :math:`2 \tau / (1 + \tau^2)`.
 
 *Tail.* Noise made from w uniform bits ends at w log 2 scales, and that end costs privacy. u therefore consists of 64
 further keystream bits wherever k does not fill the mantissa by itself (k < 2^53, one word in 1,024): every float in the
@@ -109,14 +109,13 @@ class _Maker:
         np.copyto(tangent, word.view(np.int64))
         tangent *= np.pi / 2 * 2.0**-_BITS  # half an angle of the whole circle
         np.tan(tangent, out=tangent)
-        square = self._integer[:pairs].view(np.float64)
-        np.multiply(tangent, tangent, out=square)
-        square += 1.0
-        radius /= square
-        tangent *= radius
-        tangent += tangent
-        np.subtract(2.0, square, out=square)  # 1 - tangent^2
-        radius *= square
+        share = self._integer[:pairs].view(np.float64)  # becomes 2 R / (1 + tangent^2)
+        np.multiply(tangent, tangent, out=share)
+        share += 1.0
+        np.divide(radius, share, out=share)
+        share += share
+        tangent *= share
+        np.subtract(share, radius, out=radius)
         return self._real[:size]
 
     def _uniform(self, word: Array, out: Array) -> Array:
