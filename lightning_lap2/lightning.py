@@ -66,6 +66,9 @@ class Lap2Privacy(Lap2Core, pl.Callback):
     ``privacy/max_grad_norm`` as well, and writes ``privacy_report.json`` and
     ``.md`` when training ends, however it ends.
 
+    What is spent belongs to the weights: a module that was trained privately is marked with its ledger, and a fit with
+    another callback goes on from there. Deep copies of a callback share its ledger.
+
     Example::
 
         trainer = L.Trainer(max_epochs=10, callbacks=[Lap2Privacy(eps=1.0)])

@@ -46,7 +46,7 @@ MARGIN = 2.0**-10
 """The least share of C that is kept for rounding: half for the sum, half for the noise of ordinary n and m."""
 
 GRID_SHIFT = 2.0**-32
-"""By how many scales the float64 noise on a coordinate is off at most, as a shift (docs/guarantee.md, Theorem 7)."""
+"""By how many scales the float64 noise on a coordinate is off at most, as a shift (docs/guarantee.md, Theorem 8)."""
 
 LARGEST_COUNT_NOISE = 2.0**29
 """In examples; :data:`GRID_SHIFT` would make half of the count's own sensitivity at twice as much."""

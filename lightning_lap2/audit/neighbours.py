@@ -16,8 +16,8 @@ A run that passes has shown no fault; it is no proof of the guarantee, which res
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_lap2 import _validate
 from lightning_lap2.audit.bench import QUIET, Training, quiet
 from lightning_lap2.audit.replay_result import Neighbour, ReplayResult
+from lightning_lap2.batches.generators import seeded_generators
 from lightning_lap2.callback.probe import Probe, Release
-from lightning_lap2.callback.rowcheck import seeded_generators
 from lightning_lap2.gradients import StepCall
 from lightning_lap2.mechanism import Norm
 from lightning_lap2.noise.grid import spacing
@@ -121,13 +121,12 @@ class _Run(Probe):
         if record is not None and null == "absent":
             self.absent = frozenset((record,))
         if reference is not None:
-            self.checked = reference.checked
+            self.trial = reference.trial
         self.values: list[Tensor] = []
         self.coins: list[tuple[int, int, int, tuple[int, ...]]] = []
         self.drawn_at: dict[int, set[int]] = {}
         self.logged: list[float] = []
         self.random = False
-        self._before: Any = None
 
     def begin(self, release: Release) -> None:
         self.release = release
@@ -137,14 +136,22 @@ class _Run(Probe):
         for index in present:
             self.drawn_at.setdefault(index, set()).add(part.release)
         self.coins.append((part.release, part.index, part.of, tuple(sorted(present))))
-        self._before = _states()
+        context = call.context
+        call = replace(call, context=lambda: self._noting(context()))
         if self.record not in part.records or self.null == "absent":
             return call
-        row = part.records.index(self.record)
-        return replace(call, revise=lambda first, gradients: _without(row - first, gradients))
+        place = part.records.index(self.record)
+        return replace(call, revise=lambda places, gradients: _without(list(places), place, gradients))
+
+    @contextmanager
+    def _noting(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """Around the user's step: whether it draws random numbers."""
+        before = _states()
+        with context:
+            yield
+        self.random |= not _equal_states(before, _states())
 
     def released(self, values: Tensor) -> None:
-        self.random |= not _equal_states(self._before, _states())
         self.values.append(values.detach().clone())
 
     def callback(self, steps: int) -> Any:
@@ -171,10 +178,11 @@ class _EnoughError(Exception):
     """Ends a fit whose first steps were asked for."""
 
 
-def _without(row: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """``gradients`` ``[b, *shape]`` with zeros in one row, where it is among them."""
-    if not 0 <= row < len(gradients[0]):
+def _without(places: list[int], place: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """``gradients`` ``[b, *shape]`` of the examples at ``places`` with zeros for that at ``place``, if it is there."""
+    if place not in places:
         return gradients
+    row = places.index(place)
     found = [g.clone() for g in gradients]
     for g in found:
         g[row] = 0.0

@@ -110,10 +110,9 @@ class GradientProbe(LeaveOut):
         self._part = part
         return replace(call, revise=self._revise)
 
-    def _revise(self, first: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _revise(self, places: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Canaries take the places of their records' gradients; the others are remembered."""
-        count = len(gradients[0])
-        canaries = [self.slots.get(index, -1) for index in self._part.records[first : first + count]]
+        canaries = [self.slots.get(self._part.records[place], -1) for place in places]
         real = torch.tensor([k < 0 for k in canaries])
         if bool(real.any()):
             rows = torch.cat([g.detach()[real].reshape(int(real.sum()), -1).double().cpu() for g in gradients], dim=1)

@@ -12,14 +12,10 @@ from typing import Any
 
 import torch
 
+from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.mechanism import Mechanism
 from lightning_lap2.noise.base import scale_range
 from lightning_lap2.noise.grid import LARGEST_SUM, spacing
-
-
-class UnsupportedSettingError(ValueError):
-    """A setting under which the guarantee is not proven. The message names it, its value and the alternative."""
-
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16)
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")

@@ -171,19 +171,3 @@ def by_pass(settings: Settings, facts: DataFacts) -> bool:
 
 def _trainable(module: nn.Module) -> Sequence[bool]:
     return [p.requires_grad for p in module.parameters()]
-
-
-def with_leaf_loss(output: Any, device: torch.device) -> Any:
-    """The step's output with a loss that Lightning's backward can run on without touching any parameter.
-
-    A step that returned None still gives a (zero) loss: its window is released and charged all the same.
-    """
-
-    def leaf(loss: Tensor) -> Tensor:
-        return loss.detach().clone().requires_grad_()
-
-    if output is None:
-        return leaf(torch.zeros((), device=device))
-    if isinstance(output, Tensor):
-        return leaf(output)
-    return {**output, "loss": leaf(output["loss"])}

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_lap2.gradients.engine import UnsupportedModelError
+from lightning_lap2.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanMetric, SumMetric
 
-from lightning_lap2.gradients.engine import UnsupportedModelError
+from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.recorder import LogEvent, MetricEvent, MetricValue, Slot, Trace, map_leaves
 
 

@@ -9,11 +9,9 @@ by name.
 from __future__ import annotations
 
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -24,12 +22,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from lightning_lap2.gradients.engine import UnsupportedModelError
+from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.gradients.lines import line_of
+from lightning_lap2.gradients.marks import known_clean
+from lightning_lap2.gradients.physical import is_wrapped, quiet_fallback, replaced
 
 
 def is_traced(value: Any) -> bool:
     """Whether ``value`` is a tensor inside a ``torch.func`` transform."""
-    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return isinstance(value, Tensor) and is_wrapped(value)
 
 
 # --- refused by name -------------------------------------------------------------------------------------------------
@@ -118,7 +119,10 @@ def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tenso
     def norm(*args: Any, **kwargs: Any) -> Tensor:
         # torch.nn.functional gives (input, weight, bias, running_mean, running_var, use_batch_statistics, ...);
         # instance_norm may use the statistics of the example itself as long as it keeps none
-        if len(args) > 5 and args[5] and (name == "batch_norm" or args[3] is not None):
+        uses_own = len(args) > 5 and args[5]
+        if uses_own and name == "batch_norm" and args[3] is None and known_clean(args[0]):
+            return original(*args, **kwargs)  # of a weight: standardised by its own statistics
+        if uses_own and (name == "batch_norm" or args[3] is not None):
             raise UnsupportedModelError(
                 f"F.{name} is called with the batch's statistics: it mixes examples or writes running statistics that "
                 "no noise protects. Use F.group_norm, or training=False with statistics that do not change"
@@ -135,50 +139,33 @@ _FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 
 
 @contextmanager
-def way_through(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, code that fails under ``vmap(grad(...))`` without need runs; afterwards nothing is left patched."""
+def traceable(module: nn.Module) -> Iterator[None]:
+    """Inside, code that fails under ``vmap`` without need runs; afterwards nothing is left patched."""
     with ExitStack() as undo:
-        undo.enter_context(_quiet_fallback())
+        undo.enter_context(quiet_fallback())
+        undo.enter_context(replaced(F, "one_hot", _one_hot(F.one_hot)))
+        masking = sys.modules.get("transformers.masking_utils")
+        if masking is not None and "is_tracing" in vars(masking):  # transformers 5
+            undo.enter_context(replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
+        for layer in layers_of(module):
+            if isinstance(layer, nn.RNNBase):
+                # its forward collects the parameters it finds, which may be traced ones
+                undo.callback(vars(layer).update, {name: vars(layer)[name] for name in _FLAT_WEIGHTS})
+        yield
+
+
+@contextmanager
+def way_through(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """:func:`traceable` for ``vmap(grad(...))``."""
+    with traceable(module), ExitStack() as undo:
         if device.type == "cpu":
             # the CPU's fused attention has no batching rule: it would run one example at a time
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
-        undo.enter_context(_replaced(F, "one_hot", _one_hot(F.one_hot)))
-        masking = sys.modules.get("transformers.masking_utils")
-        if masking is not None and "is_tracing" in vars(masking):  # transformers 5
-            undo.enter_context(_replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
-        for layer in module.modules():
-            if isinstance(layer, nn.RNNBase):
-                # its forward collects the parameters it finds, here the traced ones
-                undo.callback(vars(layer).update, {name: vars(layer)[name] for name in _FLAT_WEIGHTS})
+        for layer in layers_of(module):
             if isinstance(layer, nn.GRU | nn.RNN):
                 handle = layer.register_forward_pre_hook(_batched_state, with_kwargs=True)
                 undo.callback(handle.remove)
         yield
-
-
-@contextmanager
-def _quiet_fallback() -> Iterator[None]:
-    """Some operators run example by example inside vmap and would warn; they are right, only slow.
-
-    The switch has no getter; afterwards it stands as torch starts with it. (A warnings filter instead would make
-    Python forget which of the user's warnings it has shown, at every step.)
-    """
-    switch = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -226,17 +213,18 @@ def _batched_state(
 # --- naming the line -------------------------------------------------------------------------------------------------
 
 
-def explain(error: BaseException, module: nn.Module) -> NoReturn:
+def explain(error: BaseException, module: nn.Module, *, engine: str = "vmap") -> NoReturn:
     """Raises :class:`UnsupportedModelError` for code that runs alone but not under ``vmap``.
 
     The message names the user's line, the innermost layer where one is known, and the engine that can run it.
+
+    Args:
+        engine: which one met it.
     """
     if isinstance(error, UnsupportedModelError):
         raise error
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
-    where = _user_line(frames, lines)
-    layer = _innermost_layer(frames, module)
+    where = line_of(error.__traceback__)
+    layer = _innermost_layer([frame for frame, _ in traceback.walk_tb(error.__traceback__)], module)
     at = f" in layer {layer}" if layer else ""
     summary = str(error).strip().split("\n")[0][:200]
     if "mutate a captured Tensor" in summary:
@@ -245,10 +233,13 @@ def explain(error: BaseException, module: nn.Module) -> NoReturn:
             f"is refused under every engine. Write it in on_train_batch_end, from public quantities "
             f"[{type(error).__name__}: {summary}]"
         ) from error
+    remedy = {
+        "vmap": "Use engine='loop', which runs one example at a time, or rewrite that line",
+        "ghost": "Use engine='auto', which goes on to an engine that runs it, or rewrite that line",
+    }
     raise UnsupportedModelError(
-        f"{where}{at} cannot run for all examples at once (engine='vmap'): {_cause(summary)}. "
-        f"Use engine='loop', which runs one example at a time, or rewrite that line "
-        f"[{type(error).__name__}: {summary}]"
+        f"{where}{at} cannot run for all examples at once (engine={engine!r}): {_cause(summary)}. "
+        f"{remedy[engine]} [{type(error).__name__}: {summary}]"
     ) from error
 
 
@@ -267,27 +258,13 @@ def _cause(message: str) -> str:
         return "the size of a tensor depends on the data (packed sequences, boolean indices)"
     if "data pointer" in message or "storage" in message:
         return "it needs a tensor's memory (numpy(), packed sequences, a fused kernel)"
+    if "does not require grad" in message or "differentiated Tensors" in message:
+        return "it asks autograd for a gradient inside the step (torch.autograd.grad, backward)"
+    if "saved_tensors_hooks (or" in message:
+        return "what the backward pass keeps is that of all examples together"
     if "checkpoint" in message or "saved_tensors_hooks" in message or "saved tensor hooks" in message:
         return "activation checkpointing cannot be traced"
     return "torch.func has no way to run it"
-
-
-def _user_line(frames: list[FrameType], lines: list[int]) -> str:
-    """``file:line`` of the innermost frame outside libraries, else of the innermost ``training_step``."""
-    found = [i for i, f in enumerate(frames) if not _is_library(f.f_code.co_filename)]
-    found = found or [i for i, f in enumerate(frames) if f.f_code.co_name == "training_step"]
-    index = found[-1] if found else len(frames) - 1
-    if index < 0:
-        return "training_step"
-    return f"{frames[index].f_code.co_filename}:{lines[index]}"
-
-
-def _is_library(filename: str) -> bool:
-    path = Path(filename)
-    if filename.startswith("<") or "site-packages" in path.parts:
-        return True
-    roots = (Path(__file__).parents[1], Path(torch.__file__).parent, Path(sysconfig.get_paths()["stdlib"]))
-    return any(root in path.parents for root in roots)
 
 
 def _innermost_layer(frames: list[FrameType], module: nn.Module) -> str | None:

@@ -6,7 +6,7 @@ What is released of a sum S with noise Z is
 
 with S + Z in float64. Which grid point comes out is a function of S + Z, so with a real Z every bound on S + Z holds
 for it as it stands. What float64 adds is that Z moves by a little: each cell's probability is within a factor 1 +- eta
-of the ideal one, and that costs no more than a shift of 2^-32 scales in each coordinate (docs/guarantee.md, Theorem 7).
+of the ideal one, and that costs no more than a shift of 2^-32 scales in each coordinate (docs/guarantee.md, Theorem 8).
 The mechanism's margin pays for it (:meth:`lightning_lap2.mechanism.Mechanism.for_sum`).
 
 *Why a hundredth.* eta falls with the width of the cells, the variance that rounding adds grows with its square:

@@ -25,7 +25,7 @@ def test_the_report_states_margin_theorem_and_generator(source: str) -> None:
     report = report_of(noise_source=source)
     margin = MARGIN + 8 * 2**-22  # 8 examples in fp32
     assert report.rounding_margin == report.to_dict()["rounding_margin"] == pytest.approx(margin)
-    (stated,) = (text for text in report.caveats if "Theorem 7" in text)
+    (stated,) = (text for text in report.caveats if "Theorem 8" in text)
     assert f"clipped to {1 - margin:.6g} of max_grad_norm" in stated and "measured, not proven" in stated
     assert any("not a cryptographic one" in text for text in report.caveats) == (source == "torch")
     assert "real arithmetic" not in str(report)
@@ -34,4 +34,4 @@ def test_the_report_states_margin_theorem_and_generator(source: str) -> None:
 def test_without_noise_there_is_nothing_to_state() -> None:
     report = report_of(eps=math.inf, noise_multiplier=0.0)
     assert report.rounding_margin is None
-    assert not any("Theorem 7" in text for text in report.caveats)
+    assert not any("Theorem 8" in text for text in report.caveats)

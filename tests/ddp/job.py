@@ -357,6 +357,23 @@ def iterable_without_sampling(ranks: Ranks) -> Result:
     return {"message": ""}
 
 
+def shards_of_their_own(ranks: Ranks) -> Result:
+    """Ranks that each hold a part of the data: as many rows, but not the same ones."""
+    messages = []
+    for dataset in (
+        torch.utils.data.Subset(records(24), range(RANK, 24, 2)),
+        torch.utils.data.random_split(records(24), [12, 12], generator=torch.Generator().manual_seed(RANK))[0],
+        torch.utils.data.random_split(records(24), [12, 12], generator=torch.Generator().manual_seed(7))[0],
+    ):
+        try:
+            trainer = ranks.trainer(Lap2Privacy(**RESUMABLE), max_epochs=1, use_distributed_sampler=False)
+            trainer.fit(classifier(pl), DataLoader(dataset, batch_size=2))
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    return {"messages": messages}
+
+
 RESUMABLE = {"eps": 6.0, "noise_multiplier": 1.5}
 
 
@@ -485,6 +502,7 @@ SCENARIOS: dict[str, Callable[[Ranks], Result]] = {
         loggers_and_reports,
         distributed_sampler_without_sampling,
         iterable_without_sampling,
+        shards_of_their_own,
         resume_what_one_process_left,
         resume_what_a_killed_run_owes,
         exception_on_rank_0,

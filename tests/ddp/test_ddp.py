@@ -16,6 +16,7 @@ from scipy import stats
 from torch import Tensor
 
 from benchmarks.floating_point import OURS, certain
+from lightning_lap2.callback.journal import PATTERN
 from lightning_lap2.noise.grid import spacing
 from tests.ddp import job as jobs
 from tests.ddp.harness import Job, start
@@ -40,6 +41,7 @@ TWO = [
     "loggers_and_reports",
     "distributed_sampler_without_sampling",
     "iterable_without_sampling",
+    "shards_of_their_own",
     "resume_what_one_process_left",
     "resume_what_a_killed_run_owes",
 ]
@@ -268,7 +270,7 @@ def test_loggers_and_report_on_two_ranks(two: Job) -> None:
     assert results[0]["world_size"] == 2
     assert (directory / "privacy_report.json").is_file()
     assert (directory / "privacy_report.md").is_file()
-    assert (directory / "privacy_journal.txt").read_text().count(".") >= 12
+    assert sum(_notes(path) for path in directory.glob(PATTERN)) >= 12
     assert Path(results[0]["best"]).is_file()
 
 
@@ -289,6 +291,14 @@ def test_scenario_19_padding_distributed_sampler_is_refused(two: Job) -> None:
 def test_scenario_13_iterable_data_set_on_two_ranks_is_refused(two: Job) -> None:
     for result in two.results("iterable_without_sampling", 2):
         assert "IterableDataset on 2 ranks" in result["message"]
+
+
+def test_shards_of_their_own_are_refused_on_every_rank(two: Job) -> None:
+    for result in two.results("shards_of_their_own", 2):
+        shard, split, same = result["messages"]
+        assert "the ranks train on different data" in shard
+        assert "the ranks train on different data" in split
+        assert same == ""
 
 
 # -- resume across numbers of ranks -----------------------------------------------------------------------------------
@@ -315,9 +325,12 @@ def test_scenario_5_releases_of_a_killed_run_are_charged_on_every_rank_and_noted
     assert results[0]["at_start"] == 8, "the checkpoint holds 5 releases, the journal 3 more"
     # The Trainer stands at step 5 of epoch 0: 5 of 12 batches done, hence 1 of 6 on two ranks is left, and 2 epochs.
     remaining = results[0]["steps"] - 8
-    journal = (two.output / "killed" / "privacy_journal.txt").read_text()
-    notes = "".join(line for line in journal.splitlines() if set(line) == {"."})
-    assert len(notes) == 8 + remaining, "each release is noted by rank 0 alone"
+    notes = sum(_notes(path) for path in (two.output / "killed").glob(PATTERN))
+    assert notes == 8 + remaining, "each release is noted by rank 0 alone"
+
+
+def _notes(journal: Path) -> int:
+    return sum(len(line) for line in journal.read_text().splitlines() if set(line) == {"."})
 
 
 # -- a rank that fails ------------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from lightning_lap2.gradients.batches import rows
+from lightning_lap2.batches.rows import count_rows as rows
+from lightning_lap2.gradients import Engine, StepCall, UnsupportedModelError
 from lightning_lap2.gradients.clipping import FlatClipper
-from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError
 from lightning_lap2.gradients.loop import LoopEngine
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.vmap import VmapEngine

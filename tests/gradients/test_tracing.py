@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_lap2.gradients import StepCall, UnsupportedModelError
 from lightning_lap2.gradients.clipping import FlatClipper
-from lightning_lap2.gradients.engine import StepCall, UnsupportedModelError
 from lightning_lap2.gradients.loop import LoopEngine
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.tracing import way_through

@@ -1,5 +1,5 @@
 """Releases on a grid: what comes out, how often, and that float64 noise is as good as real noise up to the stated
-shift (docs/guarantee.md, Theorem 7)."""
+shift (docs/guarantee.md, Theorem 8)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_lap2.noise.grid import CELLS, round_, spacing
 CPU = torch.device("cpu")
 BITS = 2.0**-63
 OFF = 2.0**-44
-"""By how much noise of scale 1 may be off (docs/guarantee.md, the lemma before Theorem 7)."""
+"""By how much noise of scale 1 may be off (docs/guarantee.md, the lemma before Theorem 8)."""
 SOURCES: list[Callable[..., NoiseSource]] = [AesNoise, TorchNoise, StagedAesNoise]
 
 every_source = pytest.mark.parametrize("make", SOURCES)
@@ -191,7 +191,7 @@ def test_noise_of_the_device_is_real_noise_up_to_off(made, distribution, monkeyp
     assert max(off) < OFF
 
 
-# -- Theorem 7: noise that is off by d costs a shift of 2 eta ----------------------------------------------------------
+# -- Theorem 8: noise that is off by d costs a shift of 2 eta ----------------------------------------------------------
 
 
 def laplace_overlap(shift: float, eps: np.ndarray) -> np.ndarray:
@@ -243,7 +243,7 @@ def test_cells_that_are_off_cost_no_more_than_the_shift(law, overlap, hazard: fl
 
 
 def test_the_stated_shift_covers_what_off_and_the_grid_give() -> None:
-    """eta of a cell (two borders; four for a Gaussian pair), the density's slope over it, the factor of Theorem 7."""
+    """eta of a cell (two borders; four for a Gaussian pair), the density's slope over it, the factor of Theorem 8."""
     width = 0.75 / (2 * CELLS)  # borders of far cells are moved by an eighth of a cell
     laplace = 2 * OFF / width * math.exp(1.25 / CELLS)
     pair = 4 * OFF / width * math.exp(13.4 * math.sqrt(2) * 1.25 / CELLS)
