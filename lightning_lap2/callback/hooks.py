@@ -132,7 +132,7 @@ class HookWatch:
         Raises:
             UnsupportedSettingError: a parameter that the optimizer trains.
         """
-        nodes, has_read = walk(self._memory.roots), id(running.owner) in self._read
+        nodes, has_read = running.seen.nodes_now(), id(running.owner) in self._read
         for node in nodes:
             for key, value in node.items.items():
                 before = running.seen.value(node, key)
@@ -203,12 +203,16 @@ class _Seen:
     """State and settings as they were."""
 
     def __init__(self, memory: StateMemory, trainer: Any) -> None:
-        nodes = walk(memory.roots)
-        self._values = {(id(n.live), key): (n.live, value) for n in nodes for key, value in n.items.items()}
+        self._roots, (self._nodes, _) = memory.roots, memory.nodes()
+        self._values = {(id(n.live), key): (n.live, value) for n in self._nodes for key, value in n.items.items()}
         self._contents = {
             id(value): Content(value) for _, value in self._values.values() if isinstance(value, np.ndarray | Tensor)
         }
         self._settings = _settings(trainer)
+
+    def nodes_now(self) -> list[Node]:
+        """All containers as they are now."""
+        return self._nodes if all(node.untouched() for node in self._nodes) else walk(self._roots)
 
     def value(self, node: Node, key: Any) -> Any:
         found = self._values.get((id(node.live), key))
