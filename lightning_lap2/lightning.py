@@ -18,7 +18,8 @@ class Lap2Privacy(Lap2Core, pl.Callback):
     Args:
         eps: the budget; the spent epsilon never exceeds it. ``inf`` sets none (and needs a noise multiplier).
         delta: in (0, 1), and below 1/N.
-        max_grad_norm: C, the l2 norm that each example's gradient is clipped to; with adaptive clipping where C starts.
+        max_grad_norm: C, the l2 norm that each example's gradient is clipped to (with noise: a thousandth less, which
+            pays for rounding; docs/guarantee.md, section 11); with adaptive clipping where C starts.
         noise_multiplier: scale / C. ``None``: calibrated so that the planned run spends ``eps`` and no more. Given:
             training goes on until the budget is gone. ``0.0`` only with ``eps=inf``: no noise, no guarantee.
         mechanism: ``"laplace"``; ``"gaussian"`` (l2 clip) and ``"laplace_l1"`` (l1 clip) are baselines.

@@ -19,7 +19,8 @@ class PrivacyReport:
     """One fit's (or several fits') privacy statement. ``str()`` gives Markdown, ``to_dict()`` plain values.
 
     Fields carry the names of the callback's arguments and attributes; ``None`` where no fit has started. ``run`` is in
-    the name of the run's journal, ``None`` without one. ``clipping_threshold`` and what follows are for adaptive
+    the name of the run's journal, ``None`` without one. ``rounding_margin`` is the share of C that gradients are
+    clipped below it, for what floating point adds. ``clipping_threshold`` and what follows are for adaptive
     clipping: ``max_grad_norm`` is where C started, ``clipping_threshold`` where it is now, and
     ``epsilon_without_count`` what the same releases would have cost without their counts.
     """
@@ -51,6 +52,7 @@ class PrivacyReport:
     world_size: int | None
     caveats: tuple[str, ...]
     versions: dict[str, str]
+    rounding_margin: float | None = None
     clipping_threshold: float | None = None
     target_quantile: float | None = None
     clip_learning_rate: float | None = None

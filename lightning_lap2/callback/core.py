@@ -245,6 +245,7 @@ class Lap2Core:
             "num_examples": facts.num_examples,
             "dimension": session.layout.numel,
             "count_noise_scale": session.releases.mechanism.count_noise_scale,
+            "rounding_margin": session.releases.mechanism.margin if plan.noise_multiplier else None,
             "planned_steps": session.planned_steps,
             "noise_source": session.releases.noise.name,
             "world_size": session.trainer.world_size,

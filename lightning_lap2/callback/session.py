@@ -37,6 +37,7 @@ from lightning_lap2.gradients import ParameterLayout, StepCall, StepRunner
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.gradients.trial import Trial, identical_views, try_step
 from lightning_lap2.noise import make_noise_source
+from lightning_lap2.noise.grid import CELLS
 from lightning_lap2.sampling import Part, peek
 
 # records that are looked at before training
@@ -283,7 +284,11 @@ class FitSession:
         engines = [make_engine(name, self.module, chunk_size=settings.chunk_size) for name in settings.engines]
         self.runner = StepRunner(self.module, engines)
         noise = make_noise_source(
-            settings.noise_source, layout.device, seed=settings.noise_seed, rank=trainer.global_rank
+            settings.noise_source,
+            layout.device,
+            seed=settings.noise_seed,
+            rank=trainer.global_rank,
+            cells=CELLS if self._probe is None else self._probe.cells,
         )
         self.releases = Releases(
             settings,
