@@ -192,23 +192,24 @@ def _plan(items: _Items, delta: float, side: int, width_delta: float) -> _Plan:
     deep = _DEEP - math.log(delta)
     width = _width(up, down, _DEEP - math.log(width_delta))
     rising, falling = (up, down) if side == FORWARD else (down, up)
+    # Orders that the grid resolves, as its own moments are near these up to there; e^{order width} stays a double.
+    last = max(int(np.searchsorted(_ORDERS, 0.25 / width)), 2)
+    orders, rising, falling = _ORDERS[: last + 1], rising[: last + 1], falling[: last + 1]
     # the tilted law is E[e^{tilt loss}; loss]: near 0.7 of the order of the smallest epsilon, so that single losses at
     # the top of the grid do not carry it
-    best = int(np.argmin((rising - math.log(delta) - np.log1p(_ORDERS)) / _ORDERS - np.log1p(1.0 / _ORDERS)))
-    # and no more than the grid resolves: bounded losses have no best order, and e^{tilt width} must not leave a double
-    chosen = max(min(best - 1, int(np.searchsorted(_ORDERS, 0.25 / width)) - 1), 0)
-    tilt, here = float(_ORDERS[chosen]), float(rising[chosen])
-    tops = (rising + deep) / _ORDERS
+    best = int(np.argmin((rising - math.log(delta) - np.log1p(orders)) / orders - np.log1p(1.0 / orders)))
+    chosen = max(min(best, last) - 1, 0)
+    tilt, here = float(orders[chosen]), float(rising[chosen])
+    tops = (rising + deep) / orders
     top_at = int(np.argmin(tops))
-    higher = slice(chosen + 1, None)
-    tilted_top = float(np.min((rising[higher] - here + _DEEP) / (_ORDERS[higher] - tilt)))
+    higher, lower = slice(chosen + 1, None), slice(None, chosen)
+    tilted_top = float(np.min((rising[higher] - here + _DEEP) / (orders[higher] - tilt)))
     # what the tilted law has below, and, since log-moments are nonnegative, what the law itself has
-    lower = slice(None, chosen)
-    bottom = -float(np.min((falling + deep) / (_ORDERS if side == FORWARD else 1.0 + _ORDERS)))
+    bottom = -float(np.min((falling + deep) / (orders if side == FORWARD else 1.0 + orders)))
     if chosen:
-        bottom = max(bottom, float(np.max((here - rising[lower] - _DEEP) / (tilt - _ORDERS[lower]))))
+        bottom = max(bottom, float(np.max((here - rising[lower] - _DEEP) / (tilt - orders[lower]))))
     top = max(float(tops[top_at]), tilted_top) + 2.0 * width
-    return _Plan(width, bottom - 2.0 * width, top, tilt, float(_ORDERS[top_at]))
+    return _Plan(width, bottom - 2.0 * width, top, tilt, float(orders[top_at]))
 
 
 def _width(up: Array, down: Array, deep: float) -> float:
