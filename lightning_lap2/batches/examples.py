@@ -39,6 +39,11 @@ class Examples:
         """Equal for examples of the same structure and shape."""
         return structure(self._skeleton), tuple((t.shape[1:], t.dtype) for t in self.tensors)
 
+    @property
+    def rows_each(self) -> int:
+        """How many rows each example's batch has, as far as tensors tell: their smallest leading dimension."""
+        return min((int(t.shape[1]) for t in self.tensors if t.dim() > 1), default=1)
+
     def rebuild(self, tensors: Sequence[Any], others: Sequence[Any]) -> Any:
         """One example's batch of the given leaves; inside ``vmap`` as well."""
         return rebuild(self._skeleton, tensors, others)

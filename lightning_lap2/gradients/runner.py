@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.recorder import Recorder, Trace
 from lightning_lap2.gradients.replay import Replay
 from lightning_lap2.gradients.stepcall import StepCall
-from lightning_lap2.gradients.tracing import batch_statistics_refused, refuse_layers
+from lightning_lap2.gradients.tracing import batch_dimension_kept, batch_statistics_refused, refuse_layers
+from lightning_lap2.gradients.values import Reading
 
 if TYPE_CHECKING:
     from lightning_lap2.gradients.engine import Engine
@@ -67,6 +69,7 @@ class UserStep:
         self.module, self.call, self._places = module, call, places
         self._recorder, self._guard, self._forward = recorder, guard, forward
         self._entropy, self._device = entropy, device
+        self._reading = Reading()
 
     @property
     def trace(self) -> Trace:
@@ -80,6 +83,7 @@ class UserStep:
             by_slot: parameters by the names of :meth:`slot_names`, in place of the module's own.
         """
         trace = self._recorder.begin()
+        self._reading.begin()
         args = (self.call.prepare(batch), *self.call.args[1:])
         with self.call.context():
             if by_slot is None:
@@ -99,9 +103,10 @@ class UserStep:
             together: whether all examples run at once (``vmap``), so that Python values cannot depend on one of them.
         """
         self._guard.begin_call()
-        with private_generators(self._entropy, self._device):
+        self._reading = Reading()
+        with private_generators(self._entropy, self._device), self._reading.active() if together else nullcontext():
             yield
-        self._guard.end_call(allow_plain=together)
+        self._guard.end_call(allow_plain=together and not self._reading.agreed)
 
     def forget(self) -> None:
         """Puts the module back as it was before the batch: an engine gave up, another begins anew."""
@@ -144,6 +149,7 @@ class StepRunner:
         self.used: list[str] = []
         self.passed_over: dict[str, str] = {}
         self._recorder, self._forward = Recorder(module), _Forward(module)
+        self._unlike: set[str] = set()
         self._first: dict[Any, int] = {}
         self._layout: ParameterLayout | None = None
 
@@ -169,19 +175,34 @@ class StepRunner:
             self._layout, self._first = layout, {}  # what an engine can do depends on what trains
         guard = AttributeGuard(self.module)
         entropy = Entropy(call.key)
-        traced: list[tuple[Sequence[int], Traced]] = []
+        traced: list[Traced] = []
+        order: list[Sequence[int]] = []
         try:
-            with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
+            with self._recorder.shadowing(), batch_statistics_refused(self.module), torch.enable_grad():
                 for group, places in zip(batch.groups, batch.order, strict=True):
                     step = UserStep(
                         self.module, call, places, self._recorder, guard, self._forward, entropy, layout.device
                     )
-                    traced += self._group(group, step, layout, clipper, total if call.count else None)
+                    with batch_dimension_kept(self.module, rows=group.rows_each):
+                        found = self._group(group, step, layout, clipper, total if call.count else None)
+                    traced += found
+                    order += _shares(places, found)
         except BaseException:
             guard.undo()
             raise
         guard.close()
-        return Replay([t.trace for t in traced], [t.tensors for t in traced], call.count).run()
+        traces, tensors = [t.trace for t in traced], [t.tensors for t in traced]
+        return Replay(traces, tensors, call.count, order, self._no_value).run()
+
+    def _no_value(self, what: str) -> None:
+        """Warns once of each call that has no value for the batch."""
+        if what not in self._unlike:
+            self._unlike.add(what)
+            warnings.warn(
+                f"{what} is left out where it differs between examples (made for some of them only, or with values of "
+                "unlike kinds): there is no value for the batch. Make the call for every example",
+                stacklevel=2,
+            )
 
     def _group(
         self, group: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
@@ -204,3 +225,13 @@ class StepRunner:
             if engine.name not in self.used:
                 self.used.append(engine.name)
             return found
+
+
+def _shares(places: Sequence[int], traced: Sequence[Traced]) -> list[Sequence[int]]:
+    """For each run the places of its examples."""
+    shares, start = [], 0
+    for run in traced:
+        stop = start + (len(run.tensors[0]) if run.tensors else 1)
+        shares.append(places[start:stop])
+        start = stop
+    return shares

@@ -8,6 +8,7 @@ by name.
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
 import traceback
@@ -25,12 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_lap2.errors import UnsupportedModelError
-
-
-def is_traced(value: Any) -> bool:
-    """Whether ``value`` is a tensor inside a ``torch.func`` transform."""
-    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
-
+from lightning_lap2.gradients.values import carries_examples, is_traced, replaced
 
 # --- refused by name -------------------------------------------------------------------------------------------------
 
@@ -98,27 +94,26 @@ def layer_refusal(layer: nn.Module, *, vmapped: bool) -> str | None:
 
 
 @contextmanager
-def batch_statistics_refused() -> Iterator[None]:
+def batch_statistics_refused(module: nn.Module) -> Iterator[None]:
     """Inside, the functional forms of what :func:`refuse_layers` refuses raise too.
 
     A custom layer may call ``F.batch_norm`` itself; its kernel writes the running statistics without counting it as a
-    write, so nothing else would notice.
+    write, so nothing else would notice. To normalise weights by it (weight standardisation) is fine.
     """
-    before = torch.batch_norm, torch.instance_norm
-    torch.batch_norm, torch.instance_norm = map(_no_batch_statistics, before)
-    try:
+    weights = Weights(module)
+    with ExitStack() as undo:
+        for name in ("batch_norm", "instance_norm"):
+            undo.enter_context(replaced(torch, name, _no_batch_statistics(getattr(torch, name), weights)))
         yield
-    finally:
-        torch.batch_norm, torch.instance_norm = before
 
 
-def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _no_batch_statistics(original: Callable[..., Tensor], weights: Weights) -> Callable[..., Tensor]:
     name = original.__name__
 
     def norm(*args: Any, **kwargs: Any) -> Tensor:
         # torch.nn.functional gives (input, weight, bias, running_mean, running_var, use_batch_statistics, ...);
         # instance_norm may use the statistics of the example itself as long as it keeps none
-        if len(args) > 5 and args[5] and (name == "batch_norm" or args[3] is not None):
+        if len(args) > 5 and args[5] and (args[3] is not None or (name == "batch_norm" and args[0] not in weights)):
             raise UnsupportedModelError(
                 f"F.{name} is called with the batch's statistics: it mixes examples or writes running statistics that "
                 "no noise protects. Use F.group_norm, or training=False with statistics that do not change"
@@ -126,6 +121,52 @@ def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tenso
         return original(*args, **kwargs)
 
     return norm
+
+
+class Weights:
+    """The tensors that no example went into: parameters and buffers of a module, and under ``vmap`` what is computed
+    from them; outside ``vmap`` their views."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._memory: set[int] | None = None
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        if torch._C._functorch.maybe_current_level() is not None:
+            return not carries_examples(tensor)
+        if self._memory is None:
+            own = [*self._module.parameters(), *self._module.buffers()]
+            self._memory = {t.untyped_storage()._cdata for t in own}
+        return tensor.untyped_storage()._cdata in self._memory
+
+
+@contextmanager
+def batch_dimension_kept(module: nn.Module, *, rows: int) -> Iterator[None]:
+    """Inside, ``squeeze()`` without a dimension keeps a leading dimension of one.
+
+    Among several examples it keeps the batch dimension, and code relies on that; for one example alone torch takes that
+    away as well. Parameters and buffers have none, and are squeezed as ever.
+
+    Args:
+        rows: of an example's batch; from two on there is nothing to do.
+    """
+    if rows != 1:
+        yield
+        return
+    weights = Weights(module)
+    with ExitStack() as undo:
+        for owner, name in ((torch, "squeeze"), (Tensor, "squeeze"), (Tensor, "squeeze_")):
+            undo.enter_context(replaced(owner, name, _keeping(getattr(owner, name), weights)))
+        yield
+
+
+def _keeping(original: Callable[..., Tensor], weights: Weights) -> Callable[..., Tensor]:
+    def squeeze(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or input.dim() == 0 or input.shape[0] != 1 or input in weights:
+            return original(input, *args, **kwargs)
+        return original(input, tuple(range(1, input.dim())))
+
+    return squeeze
 
 
 # --- ways through vmap -----------------------------------------------------------------------------------------------
@@ -142,15 +183,17 @@ def way_through(module: nn.Module, device: torch.device) -> Iterator[None]:
         if device.type == "cpu":
             # the CPU's fused attention has no batching rule: it would run one example at a time
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
-        undo.enter_context(_replaced(F, "one_hot", _one_hot(F.one_hot)))
+        undo.enter_context(replaced(F, "one_hot", _one_hot(F.one_hot)))
         masking = sys.modules.get("transformers.masking_utils")
         if masking is not None and "is_tracing" in vars(masking):  # transformers 5
-            undo.enter_context(_replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
+            undo.enter_context(replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
+        for owner, name, value in _without_checks():
+            undo.enter_context(replaced(owner, name, value))
         for layer in module.modules():
             if isinstance(layer, nn.RNNBase):
                 # its forward collects the parameters it finds, here the traced ones
                 undo.callback(vars(layer).update, {name: vars(layer)[name] for name in _FLAT_WEIGHTS})
-            if isinstance(layer, nn.GRU | nn.RNN):
+            if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
                 handle = layer.register_forward_pre_hook(_batched_state, with_kwargs=True)
                 undo.callback(handle.remove)
         yield
@@ -169,16 +212,6 @@ def _quiet_fallback() -> Iterator[None]:
         yield
     finally:
         switch(True)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -206,21 +239,60 @@ def _one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return one_hot
 
 
+def _without_checks() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """What libraries do that needs the values of tensors, or tensors of one example, without need.
+
+    torchmetrics' functional metrics check their arguments by value (``torch.unique``); torch's distributions draw
+    normal numbers into a tensor without the examples' dimension.
+    """
+    for library, pattern in (("torchmetrics.functional.", _VALIDATION), ("torch.distributions.", _DRAW)):
+        for home, module in list(sys.modules.items()):
+            if home.startswith(library):
+                for name, function in list(vars(module).items()):
+                    if pattern.fullmatch(name):
+                        yield module, name, _unchecked(function) if pattern is _VALIDATION else _standard_normal
+
+
+_VALIDATION, _DRAW = re.compile(r"_\w*_tensor_validation"), re.compile("_standard_normal")
+
+
+def _unchecked(original: Callable[..., None]) -> Callable[..., None]:
+    def validation(*args: Any, **kwargs: Any) -> None:
+        if not any(map(is_traced, (*args, *kwargs.values()))):
+            original(*args, **kwargs)
+
+    return validation
+
+
+def _standard_normal(shape: Any, dtype: Any, device: Any) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device=device)
+
+
 def _batched_state(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Gives GRU and RNN an initial state that carries the example dimension of their input."""
-    assert isinstance(layer, nn.GRU | nn.RNN)
+    """Gives recurrent layers an input and an initial state that both carry the examples' dimension, where one does."""
+    assert isinstance(layer, nn.RNNBase | nn.RNNCellBase)
     named = dict(zip(("input", "hx"), args, strict=False)) | kwargs
     x, hx = named["input"], named.get("hx")
-    if not is_traced(x):
+    pair = isinstance(layer, nn.LSTM | nn.LSTMCell)
+    given = [] if hx is None else list(hx) if pair else [hx]
+    like = next((t for t in (x, *given) if carries_examples(t)), None)
+    if like is None or not isinstance(x, Tensor):
         return None
-    if hx is None:
-        shape = [layer.num_layers * (2 if layer.bidirectional else 1), layer.hidden_size]
-        if x.dim() == 3:
-            shape.insert(1, x.shape[0] if layer.batch_first else x.shape[1])
-        hx = x.new_zeros(shape)
-    return (x, hx + 0 * x.detach().sum()), {}
+    given = given or [like.new_zeros(shape, dtype=x.dtype) for shape in _state_shapes(layer, x)]
+    x, *given = [t if carries_examples(t) else t + like.new_zeros((), dtype=t.dtype) for t in (x, *given)]
+    return (x, tuple(given) if pair else given[0]), {}
+
+
+def _state_shapes(layer: nn.RNNBase | nn.RNNCellBase, x: Tensor) -> list[tuple[int, ...]]:
+    """Shapes of the initial state (h, and c for an LSTM) for the input ``x``."""
+    if isinstance(layer, nn.RNNCellBase):
+        return [(*x.shape[:-1], layer.hidden_size)] * (2 if isinstance(layer, nn.LSTMCell) else 1)
+    batch = [x.shape[0] if layer.batch_first else x.shape[1]] if x.dim() == 3 else []
+    layers = layer.num_layers * (2 if layer.bidirectional else 1)
+    shapes = [(layers, *batch, layer.proj_size or layer.hidden_size), (layers, *batch, layer.hidden_size)]
+    return shapes if isinstance(layer, nn.LSTM) else shapes[1:]
 
 
 # --- naming the line -------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class GhostEngine(Engine):
             )
         layers = refuse_layers(self.module, vmapped=False)
         self._kept = before = self._kept.renewed(self.module) if self._kept else Kept(self.module)
-        with torch.enable_grad(), batch_statistics_refused(), unfused_lstm(layers), call.context():
+        with torch.enable_grad(), batch_statistics_refused(self.module), unfused_lstm(layers), call.context():
             output = self.module.training_step(*call.args)  # type: ignore[operator]
         refuse_written(self.module, before)
         loss = loss_of(output)
