@@ -117,6 +117,8 @@ class _Run(Probe):
         self.record, self.null, self.reference = record, null, reference
         if record is not None and null == "absent":
             self.absent = frozenset((record,))
+        if reference is not None:
+            self.trial = reference.trial
         self.values: list[Tensor] = []
         self.coins: list[tuple[int, int, int, tuple[int, ...]]] = []
         self.drawn_at: dict[int, set[int]] = {}
@@ -131,7 +133,8 @@ class _Run(Probe):
         for index in present:
             self.drawn_at.setdefault(index, set()).add(part.release)
         self.coins.append((part.release, part.index, part.of, tuple(sorted(present))))
-        call = replace(call, context=lambda: self._noting(call.context()))
+        context = call.context
+        call = replace(call, context=lambda: self._noting(context()))
         if self.record not in part.records or self.null == "absent":
             return call
         place = part.records.index(self.record)

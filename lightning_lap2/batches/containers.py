@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 Children = dict[Hashable, Any]
+PLAIN = (str, bytes, bool, int, float, complex, type(None))
 
 
 class BatchType(NamedTuple):
@@ -91,7 +92,7 @@ def flatten(batch: Any) -> Flat:
         if is_dense(node):
             tensors.append(node)
             return Slot(len(tensors) - 1, True), "tensor"
-        parts = children(node)
+        parts = None if is_plain_list(node) else children(node)
         if parts is None:
             others.append(node)
             paths.append(path)
@@ -146,6 +147,11 @@ class _Kind(NamedTuple):
 def is_dense(node: Any) -> bool:
     """Whether a leaf is a tensor that can be stacked with others of its shape."""
     return isinstance(node, Tensor) and node.layout is torch.strided and not node.is_nested
+
+
+def is_plain_list(node: Any) -> bool:
+    """Whether a list or tuple holds strings and numbers only: one value with an entry for each row."""
+    return type(node) in (list, tuple) and bool(node) and all(isinstance(v, PLAIN) for v in node)
 
 
 def children(node: Any) -> Children | None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_lap2.batches.containers import Flat, bare, flatten, rebuild, structure
+from lightning_lap2.batches.containers import PLAIN, Flat, bare, flatten, is_plain_list, rebuild, structure
 from lightning_lap2.errors import UnsupportedModelError
 
 
@@ -63,6 +63,10 @@ class Examples:
             stop - start,
         )
 
+    def apart(self, start: int, stop: int) -> Examples:
+        """:meth:`rows` in memory of their own, so that what is known of it is known of these examples alone."""
+        return self.rows(start, stop).map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
     def shared(self) -> list[Any]:
         """The other leaves for code that runs all examples at once: a value that is the same for all of them as it is,
         else an :class:`Untouchable`."""
@@ -91,10 +95,8 @@ def _same_for_all(values: list[Any]) -> bool:
     first = values[0]
     if len(values) == 1 or all(v is first for v in values):
         return True
-    return isinstance(first, _PLAIN) and all(type(v) is type(first) and v == first for v in values)
-
-
-_PLAIN = (str, bytes, bool, int, float, complex, type(None))
+    plain = isinstance(first, PLAIN) or is_plain_list(first)
+    return plain and all(type(v) is type(first) and v == first for v in values)
 
 
 def _common(values: list[Any]) -> Any:

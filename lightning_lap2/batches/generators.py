@@ -28,24 +28,33 @@ class Entropy:
 
     def __init__(self, key: bytes | None) -> None:
         self._key, self._taken = key, 0
+        self._last = b""
 
-    def take(self) -> bytes:
-        """32 bytes that were not given before."""
-        if self._key is None:
-            return os.urandom(32)
+    def take(self, *, again: bool = False) -> bytes:
+        """32 bytes that were not given before, or the latest ``again``."""
+        if again:
+            return self._last
         self._taken += 1
-        return hashlib.shake_256(self._key + self._taken.to_bytes(8, "little")).digest(32)
+        if self._key is None:
+            self._last = os.urandom(32)
+        else:
+            self._last = hashlib.shake_256(self._key + self._taken.to_bytes(8, "little")).digest(32)
+        return self._last
 
 
 @contextmanager
-def private_generators(entropy: Entropy, device: torch.device | None = None) -> Iterator[None]:
-    """Python's, numpy's and torch's global generators (and the device's) seeded anew inside, afterwards as they were."""
+def private_generators(entropy: Entropy, device: torch.device | None = None, *, again: bool = False) -> Iterator[None]:
+    """Python's, numpy's and torch's global generators (and the device's) seeded anew inside, afterwards as they were.
+
+    Args:
+        again: as they were seeded the last time.
+    """
     python, numbers, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
     accelerator = None
     if device is not None and device.type == "cuda":
         accelerator = torch.cuda.get_rng_state(device)
     try:
-        seed_generators(entropy.take(), device)
+        seed_generators(entropy.take(again=again), device)
         yield
     finally:
         random.setstate(python)

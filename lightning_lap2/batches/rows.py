@@ -22,11 +22,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_lap2.batches.containers import Inner, Slot, bare, children, is_dense
+from lightning_lap2.batches.containers import PLAIN, Inner, Slot, bare, children, is_dense
 from lightning_lap2.batches.examples import Examples
 from lightning_lap2.errors import UnsupportedModelError
-
-_PLAIN = (str, bytes, bool, int, float, complex, type(None))
 
 
 def split_rows(batch: Any, views: int = 1) -> Examples:
@@ -94,7 +92,7 @@ class _Split:
             if node.dim():
                 self._sizes.append((path, int(node.shape[0]), "tensor"))
             return Slot(len(self._tensors) - 1, True)
-        if isinstance(node, _PLAIN):
+        if isinstance(node, PLAIN):
             return self._other([node], path, constant=True)
         if _is_per_example_list(node):
             self._sizes.append((path, len(node), "list of plain values"))
@@ -139,7 +137,7 @@ def _is_per_example_list(node: Any) -> bool:
 
 
 def _is_plain(node: Any) -> bool:
-    if isinstance(node, _PLAIN):
+    if isinstance(node, PLAIN):
         return True
     parts = children(node)
     return parts is not None and all(_is_plain(v) for v in parts.values())

@@ -106,6 +106,11 @@ class Delivery:
             )
         return examples
 
+    @property
+    def transforms(self) -> bool:
+        """Whether batches pass through hooks of the user's."""
+        return any(map(self._overridden, _TRANSFER))
+
     def _overridden(self, name: str) -> bool:
         """Whether a batch transfer hook is the user's."""
         selector = self._trainer._data_connector._datahook_selector

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_lap2.gradients import ParameterLayout, StepCall
+from lightning_lap2.gradients.trial import Trial
 from lightning_lap2.mechanism import Mechanism
 from lightning_lap2.sampling import Part
 
@@ -41,9 +42,12 @@ class Probe:
     Attributes:
         absent: indices of records that are left out of the data: they are drawn like any other, and dropped. N, q
             and the plan are those of the whole data, so this is the neighbouring data set of the same public N.
+        trial: what an earlier fit of the same module and data found by trying the step; ``None`` lets this fit try it.
+            Set by the fit.
     """
 
     absent: frozenset[int] = frozenset()
+    trial: Trial | None = None
 
     def begin(self, release: Release) -> None:
         """The plan stands; no step is taken yet."""

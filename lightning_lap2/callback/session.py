@@ -40,7 +40,7 @@ from lightning_lap2.noise import make_noise_source
 from lightning_lap2.sampling import Part, peek
 
 # records that are looked at before training
-_TRIAL_RECORDS = 4
+_TRIAL_RECORDS = 8
 
 
 class FitSession:
@@ -391,8 +391,14 @@ class FitSession:
                 f"the parameter {lost} holds NaN or infinite values before the first step: every gradient would be "
                 "dropped and the budget spent on noise; initialise it, or load a sound checkpoint"
             )
-        self._try_step()
-        self._feedback.check(self.runner.logged_names)
+        told = None if self._probe is None else self._probe.trial
+        if told is None:
+            self._try_step()
+        else:
+            self.trial = told
+        if self._probe is not None:
+            self._probe.trial = self.trial
+        self._feedback.check(self.trial.logged_names)
 
     def _try_step(self) -> None:
         """A few records through the step, which explains; see :mod:`~lightning_lap2.gradients.trial`."""
@@ -413,8 +419,9 @@ class FitSession:
             self._say(note)
         if self.settings.engine == "auto":
             passed = "".join(f"; {name!r} was passed over: {why}" for name, why in self.runner.passed_over.items())
-            self._say(f"engine='auto' chose {self.runner.used[-1]!r}{passed}")
-        if self.settings.augmentations > 1 and identical_views(examples) and not self.trial.random:
+            self._say(f"engine='auto' chose {self.engine_name!r}{passed}")
+        alike = self.settings.augmentations > 1 and identical_views(examples)
+        if alike and not self.trial.random and not self.delivery.transforms:
             self._warn(
                 f"augmentations={self.settings.augmentations}, but all views of each record looked at are identical: "
                 "every view costs time and adds nothing. Put random transforms into the data set's __getitem__, "

@@ -86,11 +86,6 @@ class Settings:
             raise ValueError(
                 "engine='ghost' computes l2 norms, but mechanism='laplace_l1' clips the l1 norm; use engine='vmap'"
             )
-        if self.engine == "ghost" and self.chunk_size is not None:
-            raise ValueError(
-                f"chunk_size={self.chunk_size} has no meaning for engine='ghost', which takes the batch as one piece; "
-                "leave it None, and to save memory use a smaller loader batch with accumulate_grad_batches"
-            )
         self._check_clipping()
         self._check_noise()
         self._make_plain()
@@ -158,7 +153,9 @@ class Settings:
         one that runs everything."""
         if self.engine != "auto":
             return (self.engine,)
-        return ("vmap", "loop")
+        if self.mechanism == "laplace_l1":  # ghost computes l2 norms
+            return ("vmap", "loop")
+        return ("ghost", "vmap", "loop")
 
     def mechanism_with(
         self,

@@ -25,12 +25,12 @@ from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.gradients.physical import carries_batch, innermost, is_wrapped
 from lightning_lap2.gradients.recorder import Deferred
-from lightning_lap2.gradients.values import Number, is_traced
+from lightning_lap2.gradients.values import Number
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 # what nn.Module keeps for itself ("training" is watched: a step that switches modes is noticed), what the recorder
@@ -146,7 +146,7 @@ class AttributeGuard:
                 f"training_step changes {name}. This engine runs it once per example, and the value could carry one "
                 "example into the next one's loss: change it in on_train_batch_start or on_train_batch_end"
             )
-        if any(is_traced(found) or isinstance(found, Number | Deferred) for found in _values(value, set())):
+        if any(isinstance(found, Number | Deferred) or is_wrapped(found) for found in _values(value, set())):
             raise UnsupportedModelError(
                 f"training_step keeps a tensor computed from the data in {name}. Fed back into a later loss it would "
                 "carry examples past the clipping, and outside the step it is dead: log it with self.log instead"
@@ -164,14 +164,9 @@ class AttributeGuard:
 
 def _data_independent(value: Any) -> Tensor | None:
     """The plain tensor inside a traced one that no example's data went into (a mask made on first use), or ``None``."""
-    functorch = torch._C._functorch
-    if not isinstance(value, Tensor) or not functorch.is_functorch_wrapped_tensor(value):
+    if not isinstance(value, Tensor) or not is_wrapped(value) or carries_batch(value):
         return None
-    while functorch.is_functorch_wrapped_tensor(value):
-        if functorch.is_batchedtensor(value):
-            return None
-        value = functorch.get_unwrapped(value)
-    return value
+    return innermost(value)
 
 
 def _restore(nodes: list[_Node]) -> None:

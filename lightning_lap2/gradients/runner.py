@@ -96,15 +96,17 @@ class UserStep:
         return loss, tuple(trace.tensors)
 
     @contextmanager
-    def tracing(self, *, together: bool) -> Iterator[None]:
+    def tracing(self, *, together: bool, again: bool = False) -> Iterator[None]:
         """Around each pass over the user's code: generators of its own, and its module's state watched.
 
         Args:
             together: whether all examples run at once (``vmap``), so that Python values cannot depend on one of them.
+            again: whether this repeats the last pass, whose random numbers come again.
         """
         self._guard.begin_call()
         self._reading = Reading()
-        with private_generators(self._entropy, self._device), self._reading.active() if together else nullcontext():
+        generators = private_generators(self._entropy, self._device, again=again)
+        with generators, self._reading.active() if together else nullcontext():
             yield
         self._guard.end_call(allow_plain=together and not self._reading.agreed)
 
@@ -178,12 +180,12 @@ class StepRunner:
         traced: list[Traced] = []
         order: list[Sequence[int]] = []
         try:
-            with self._recorder.shadowing(), batch_statistics_refused(self.module), torch.enable_grad():
+            with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
                 for group, places in zip(batch.groups, batch.order, strict=True):
                     step = UserStep(
                         self.module, call, places, self._recorder, guard, self._forward, entropy, layout.device
                     )
-                    with batch_dimension_kept(self.module, rows=group.rows_each):
+                    with batch_dimension_kept(group.rows_each):
                         found = self._group(group, step, layout, clipper, total if call.count else None)
                     traced += found
                     order += _shares(places, found)

@@ -2,10 +2,11 @@
 
 Under ``vmap`` a tensor stands for the values of all examples, and Python code for none of them in particular:
 
-* a value on which all examples agree is handed out as it is: alone, each of them would have read the same. So
-  assertions (``assert not torch.isnan(loss)``) and masks that are all ones cost nothing;
-* ``.item()`` of values that differ gives a :class:`Number`, which can be logged, returned and computed with;
-* deciding a branch by values that differ raises, and the next engine (``"loop"``) runs one example at a time.
+* ``.item()`` gives a :class:`Number`, which can be logged, returned and computed with. (Never a plain number: kept in
+  some global it would be a way from one record to another that nothing could see.)
+* a condition, ``float()`` or ``int()`` on which all examples agree gives the plain value: alone, each of them would
+  have read the same. So assertions (``assert not torch.isnan(loss)``) and masks that are all ones cost nothing;
+* where they do not agree it raises, and the next engine (``"loop"``) runs one example at a time.
 
 An example's gradient is thus the one it has alone, whichever happens.
 """
@@ -20,48 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_functorch = torch._C._functorch
-
-
-def is_traced(value: Any) -> bool:
-    """Whether ``value`` is a tensor inside a ``torch.func`` transform."""
-    return isinstance(value, Tensor) and _functorch.is_functorch_wrapped_tensor(value)
-
-
-def innermost(tensor: Tensor) -> Tensor:
-    """The physical tensor under all wrappers of ``torch.func``."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
-
-
-def carries_examples(value: Any) -> bool:
-    """Whether ``value`` is a tensor that differs between the examples that ``vmap`` runs together."""
-    while is_traced(value):
-        if _functorch.is_batchedtensor(value):
-            return True
-        value = _functorch.get_unwrapped(value)
-    return False
-
+from lightning_lap2.gradients.physical import carries_batch, current_level, innermost, is_wrapped, replaced
 
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "__bool__": bool, "__float__": float, "__int__": int, "__index__": operator.index, "__complex__": complex,
 }  # fmt: skip
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` inside; afterwards as before, an inherited attribute inherited again."""
-    own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
 
 
 class Reading:
@@ -78,7 +42,7 @@ class Reading:
 
     def begin(self) -> None:
         """The user's code is entered: transforms outside of it are the engine's, those inside the user's own."""
-        self._level = _functorch.maybe_current_level()
+        self._level = current_level()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -92,7 +56,7 @@ class Reading:
 
     def _ours(self, tensor: Tensor) -> bool:
         """Whether the engine's transforms alone stand between ``tensor`` and its values."""
-        return is_traced(tensor) and _functorch.maybe_current_level() == self._level
+        return is_wrapped(tensor) and current_level() == self._level
 
     def value(self, tensor: Tensor) -> Any:
         """The Python number on which all examples agree.
@@ -124,9 +88,9 @@ class Reading:
         def item(tensor: Tensor) -> Any:
             if not self._ours(tensor) or tensor.numel() != 1:
                 return original(tensor)
-            if not carries_examples(tensor):
+            if not carries_batch(tensor):
                 return original(innermost(tensor))
-            return Number(tensor.detach().reshape(()), self).settled()
+            return Number(tensor.detach().reshape(()), self)
 
         return item
 
@@ -146,13 +110,6 @@ class Number:
 
     def __init__(self, tensor: Tensor, reading: Reading) -> None:
         self.tensor, self._reading = tensor, reading
-
-    def settled(self) -> Any:
-        """The plain number where all examples agree, else this."""
-        try:
-            return self.value()
-        except RuntimeError:
-            return self
 
     def value(self) -> Any:
         """See :meth:`Reading.value`."""

@@ -4,8 +4,8 @@ What a record adds to a release may depend on that record alone. The user's code
 (``__getitem__``, ``__getitems__``, ``collate_fn``, random transforms) could mix records in ways that no check of a few
 of them finds: now and then, from some epoch on, where a rare record is among them. So it gets one record at a time:
 
-* ``dataset.__getitems__([i])`` where there is one, else ``dataset[i]``;
-* ``collate_fn([record])``; with K views per example, the K fetches of one record;
+* ``dataset.__getitems__([i])`` where there is one, else ``dataset[i]``; K times the same i with K views per example;
+* ``collate_fn`` of what that gave;
 * under random generators with secret seeds, see :mod:`~lightning_lap2.batches.generators`.
 
 Then examples of one shape are stacked, by code of ours. Torch's own ``default_collate`` on tensors and numbers is the one
@@ -23,7 +23,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_lap2.batches import ExampleBatch, split_rows
@@ -35,31 +43,41 @@ _DEFAULT_MAP = dict(default_collate_fn_map)
 
 
 class Collator:
-    """``collate_fn`` on one example's records at a time, and the examples stacked.
+    """``collate_fn`` on what was fetched for one example at a time, and the examples stacked.
 
     Args:
         collate_fn: the user's.
-        views: records per example, side by side.
+        views: fetches per example.
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], views: int = 1) -> None:
+    def __init__(self, collate_fn: Callable[[Any], Any], views: int = 1) -> None:
         self.collate_fn, self.views = collate_fn, views
 
-    def __call__(self, records: Sequence[Any]) -> ExampleBatch:
-        """The examples of ``records``."""
-        if self.collate_fn is default_collate and default_collate_fn_map == _DEFAULT_MAP and all(map(_plain, records)):
+    def __call__(self, fetched: Sequence[Any]) -> ExampleBatch:
+        """The examples, each from what was fetched for it: a list of ``views`` records, or whatever the data set's
+        ``__getitems__`` gives for one index."""
+        records = self._plain_records(fetched)
+        if records is not None:
             try:
-                group = split_rows(default_collate(list(records)), self.views)
+                group = split_rows(default_collate(records), self.views)
             except RuntimeError:  # unlike shapes
                 pass
             else:
                 return ExampleBatch([group], [range(group.count)])
-        return ExampleBatch.of(self.alone(records))
+        return ExampleBatch.of(self.collate_fn(found) for found in fetched)
 
-    def alone(self, records: Sequence[Any]) -> Iterator[Any]:
-        """The batch of each example, made when it is asked for."""
-        for start in range(0, len(records), self.views):
-            yield self.collate_fn(list(records[start : start + self.views]))
+    def of_stream(self, records: list[Any]) -> ExampleBatch:
+        """The examples of a stream's records."""
+        return self([[record] for record in records])
+
+    def _plain_records(self, fetched: Sequence[Any]) -> list[Any] | None:
+        """All records, where ``default_collate`` makes row i of record i and nothing else."""
+        if self.collate_fn is not default_collate or default_collate_fn_map != _DEFAULT_MAP:
+            return None
+        if not all(type(found) is list and len(found) == self.views for found in fetched):
+            return None
+        records = [record for found in fetched for record in found]
+        return records if all(map(_plain, records)) else None
 
 
 def _plain(record: Any) -> bool:
@@ -67,6 +85,11 @@ def _plain(record: Any) -> bool:
     kind = type(record)
     if kind is torch.Tensor:
         return bool(record.layout is torch.strided and not record.is_nested)
+    if kind is tuple:
+        for value in record:
+            if not _plain(value):
+                return False
+        return bool(record)
     if isinstance(record, np.ndarray):
         return bool(record.dtype.kind in "biuf")
     if kind in (bool, int, float) or isinstance(record, np.generic):
@@ -76,6 +99,19 @@ def _plain(record: Any) -> bool:
     if kind in (tuple, list) or hasattr(kind, "_fields"):
         return bool(record) and all(map(_plain, record))
     return False
+
+
+def _tensors_of(dataset: Any, indices: list[int]) -> list[torch.Tensor] | None:
+    """What ``default_collate`` makes of the records at ``indices`` of a ``TensorDataset`` (or torch's ``Subset`` of one), by
+    one indexing operation for each tensor: this code is known too. ``None`` for other data sets."""
+    chosen: Any = indices
+    while type(dataset) is Subset:
+        chosen = [dataset.indices[i] for i in chosen]
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or not all(type(t) is torch.Tensor for t in dataset.tensors):
+        return None
+    index = torch.tensor([int(i) for i in chosen])
+    return [tensor[index] for tensor in dataset.tensors]
 
 
 class RecordByRecord(Dataset[Any]):
@@ -97,15 +133,24 @@ class RecordByRecord(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> ExampleBatch:
         """The examples of one loader batch; runs where the loader reads, in a worker or the main process."""
+        if self._collate.collate_fn is default_collate and (known := _tensors_of(self.dataset, indices)) is not None:
+            group = split_rows(known, self._collate.views)
+            return ExampleBatch([group], [range(group.count)])
+        with private_generators(Entropy(getattr(indices, "key", None))):
+            return self._collate(self._fetch(indices))
+
+    def _fetch(self, indices: list[int]) -> list[Any]:
+        """What the data set gives for each example, each by a call of its own."""
         if self._watch is None:
             self._watch = FetchWatch(self.dataset)
-        fetch = getattr(self.dataset, "__getitems__", None)
-        with private_generators(Entropy(getattr(indices, "key", None))), self._watch.watching():
-            records = []
-            for index in indices:
-                with self._watch.fetch():
-                    records.append(fetch([index])[0] if callable(fetch) else self.dataset[index])
-            return self._collate(records)
+        together, views = getattr(self.dataset, "__getitems__", None), self._collate.views
+        fetched = []
+        with self._watch.watching():
+            for index in indices[::views]:
+                self._watch.begin()
+                own = [index] * views
+                fetched.append(together(own) if callable(together) else [self.dataset[i] for i in own])
+        return fetched
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_watch": None}
@@ -150,17 +195,13 @@ class FetchWatch:
                 kind.__getitem__ = self._watched(original)
             yield
         finally:
+            self._read = None
             for kind, original in originals.items():
                 kind.__getitem__ = original
 
-    @contextmanager
-    def fetch(self) -> Iterator[None]:
-        """Around the fetch of one record."""
+    def begin(self) -> None:
+        """Before the fetch of each record."""
         self._read = {}
-        try:
-            yield
-        finally:
-            self._read = None
 
     def _watched(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def getitem(dataset: Any, key: Any) -> Any:
@@ -234,7 +275,7 @@ class ExampleLoader(DataLoader[Any]):
         super().__init__(dataset, collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn, **settings)
         self._inner: DataLoader[Any] = DataLoader(
             StreamByRecord(dataset) if stream else RecordByRecord(dataset, loader.collate_fn, views),
-            collate_fn=Collator(loader.collate_fn) if stream else _handed_on,
+            collate_fn=Collator(loader.collate_fn).of_stream if stream else _handed_on,
             worker_init_fn=_WorkerInit(loader.worker_init_fn),
             **settings,
         )
@@ -265,17 +306,13 @@ class _Peek(RecordByRecord):
     """Both at once: the examples, and the batch that plain training would make of them."""
 
     def __getitems__(self, indices: list[int]) -> tuple[ExampleBatch, Any]:  # type: ignore[override]
-        examples = super().__getitems__(indices)
-        try:
-            plain = self._collate.collate_fn(_fetch_together(self.dataset, indices))
-        except Exception:
-            plain = None
-        return examples, plain
-
-
-def _fetch_together(dataset: Any, indices: list[int]) -> Any:
-    batched = getattr(dataset, "__getitems__", None)
-    return batched(indices) if callable(batched) else [dataset[index] for index in indices]
+        with private_generators(Entropy(None)):
+            fetched = self._fetch(indices)
+            try:
+                plain = self._collate.collate_fn([record for found in fetched for record in found])
+            except Exception:
+                plain = None
+            return self._collate(fetched), plain
 
 
 def peek(loader: DataLoader[Any], count: int, views: int = 1) -> tuple[ExampleBatch, Any] | None:
@@ -289,7 +326,9 @@ def peek(loader: DataLoader[Any], count: int, views: int = 1) -> tuple[ExampleBa
         return None
     size = len(dataset)  # type: ignore[arg-type]
     count = min(count, size)
-    indices = [k * size // count for k in range(count) for _ in range(views)]
+    # spread by the golden ratio: even spacing falls in step with data that repeat in a pattern
+    chosen = range(size) if count == size else [int(size * ((k * 0.6180339887498949) % 1.0)) for k in range(count)]
+    indices = [index for index in dict.fromkeys(chosen) for _ in range(views)]
     settings = worker_settings(loader) | {"persistent_workers": False, "pin_memory": False}
     settings["num_workers"] = min(1, loader.num_workers)
     settings["generator"] = torch.Generator()  # the user's is not drawn from

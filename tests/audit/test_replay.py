@@ -23,12 +23,14 @@ from lightning_lap2.accounting import MajorizedAccountant
 from lightning_lap2.audit.bench import Training
 from lightning_lap2.audit.neighbours import replay
 from lightning_lap2.audit.replay_result import Neighbour, ReplayResult
+from lightning_lap2.batches import ExampleBatch, split_rows
 from lightning_lap2.callback import releases as releases_module
 from lightning_lap2.callback import session as session_module
-from lightning_lap2.callback.selfcheck import Checked
 from lightning_lap2.gradients import FlatClipper, UnsupportedModelError
+from lightning_lap2.gradients.trial import Trial
 from lightning_lap2.noise.aes import AesNoise
 from lightning_lap2.sampling import PoissonBatchSampler
+from lightning_lap2.sampling.alone import Collator
 from tests.settings.fuzz_build import Fuzzed, make_loader, needs_integers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -122,13 +124,14 @@ def unclipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def divided_by_the_number_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     release, parts = releases_module.release_, []
-    fetched = session_module.FitSession.batch_fetched
+    deliver = session_module.FitSession.deliver
 
-    def batch_fetched(self: Any, batch: Any) -> None:
-        fetched(self, batch)
+    def counted(self: Any, *args: Any) -> Any:
+        shown = deliver(self, *args)
         parts.append(self._part.count)
+        return shown
 
-    monkeypatch.setattr(session_module.FitSession, "batch_fetched", batch_fetched)
+    monkeypatch.setattr(session_module.FitSession, "deliver", counted)
     monkeypatch.setattr(
         releases_module,
         "release_",
@@ -150,10 +153,17 @@ def coins_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "check_step", lambda *_, **__: Checked())
+    monkeypatch.setattr(session_module, "try_step", lambda *_, **__: Trial())
 
 
 def rows_that_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collated together, as plain training does."""
+
+    def together(collator: Any, fetched: list[Any]) -> Any:
+        group = split_rows(collator.collate_fn([record for found in fetched for record in found]))
+        return ExampleBatch([group], [range(group.count)])
+
+    monkeypatch.setattr(Collator, "__call__", together)
     unchecked(monkeypatch)
 
 

@@ -428,12 +428,10 @@ CASES: dict[str, Case] = {
             "decoder": nn.LSTM(4, 6, batch_first=True),
             "head": nn.Linear(6, 3),
         },
+        engine="vmap",
     ),
     "sparse embedding": Case(
-        sparse_table,
-        TOKENS,
-        lambda: {"table": nn.Embedding(9, 4, sparse=True), "head": nn.Linear(4, 3)},
-        engine="loop",
+        sparse_table, TOKENS, lambda: {"table": nn.Embedding(9, 4, sparse=True), "head": nn.Linear(4, 3)}
     ),
     "weight_norm": Case(
         classify,

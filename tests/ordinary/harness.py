@@ -18,8 +18,8 @@ from lightning_lap2.gradients.clipping import FlatClipper
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.sampling.alone import Collator
 
-ENGINES = ("vmap", "loop")
-"""Those of ``engine="auto"`` that these tests go through."""
+ENGINES = ("ghost", "vmap", "loop")
+"""Those of ``engine="auto"``, in its order."""
 
 Step = Callable[..., Any]
 
@@ -48,7 +48,7 @@ class Case:
         step: ``step(module, batch)``.
         records: what the data set holds.
         parts: makes the module's attributes; called under a fixed seed.
-        engine: the one that ``auto`` ends with.
+        engine: the one that ``auto`` ends with; those behind it take the step too.
         loop: whether the loop takes it too: it must not change the module.
         logs: whether plain Lightning's logged values are the reference: ``False`` where the step cannot run on a whole
             batch, or its mean over the batch is not the mean over the examples.
@@ -60,7 +60,7 @@ class Case:
     step: Step
     records: Sequence[Any]
     parts: Callable[[], Mapping[str, Any]]
-    engine: str = "vmap"
+    engine: str = "ghost"
     loop: bool = True
     logs: bool = True
     twins: bool = False
@@ -116,7 +116,7 @@ def privately(case: Case, module: Net | None = None, engines: Sequence[str] = EN
     layout = ParameterLayout(module)
     total = layout.zeros()
     runner = StepRunner(module, [make_engine(name, module) for name in engines])
-    examples = Collator(case.collate)(case.records)
+    examples = Collator(case.collate).of_stream(list(case.records))
     with logging() as seen:
         call = StepCall((examples, 0), examples.count)
         output = runner.accumulate(call, layout, FlatClipper(float("inf")), total)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ordinary.cases import CASES
-from tests.ordinary.harness import alone, plainly, privately
+from tests.ordinary.harness import ENGINES, alone, plainly, privately
 
 # torch's own words on what these steps do
 pytestmark = [
@@ -30,10 +30,20 @@ def test_gradients_and_logged_values(name: str) -> None:
         assert got.logged == pytest.approx(plainly(case).logged, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.engine == "vmap" and case.loop])
-def test_the_loop_takes_what_vmap_takes(name: str) -> None:
+def _behind() -> list[tuple[str, str]]:
+    """Each case with each engine behind the one that takes it first."""
+    return [
+        (name, engine)
+        for name, case in CASES.items()
+        for engine in ENGINES[ENGINES.index(case.engine) + 1 :]
+        if (case.loop or engine != "loop") and (name, engine) != ("sparse embedding", "vmap")  # refused there by name
+    ]
+
+
+@pytest.mark.parametrize(("name", "engine"), _behind())
+def test_slower_engines_agree(name: str, engine: str) -> None:
     case = CASES[name]
-    want, got = privately(case), privately(case, engines=("loop",))
+    want, got = privately(case), privately(case, engines=(engine,))
     size = max(float(g.abs().max()) for g in want.gradient.values())
     for key in want.gradient:
         torch.testing.assert_close(got.gradient[key], want.gradient[key], rtol=0, atol=case.tolerance * size)

@@ -12,7 +12,7 @@ from lightning_lap2.errors import UnsupportedModelError
 from tests.ordinary.harness import Case, alone, privately
 
 
-def case(step: Any, *, engine: str = "vmap", ys: tuple[float, ...] = (1.0, 2.0, 3.0)) -> Case:
+def case(step: Any, *, engine: str = "ghost", ys: tuple[float, ...] = (1.0, 2.0, 3.0)) -> Case:
     records = [(torch.full((3,), y), y) for y in ys]
     return Case(step, records, lambda: {"net": nn.Linear(3, 1)}, engine=engine)
 
@@ -70,11 +70,9 @@ def test_what_was_read_is_not_kept_for_a_later_step() -> None:
         m.seen = batch[1].item()
         return m.net(batch[0]).sum()
 
-    with pytest.raises(UnsupportedModelError, match="changes self.seen"):
+    with pytest.raises(UnsupportedModelError, match="(keeps a tensor computed from the data in|changes) self.seen"):
         privately(case(step, ys=(2.0, 2.0)))
-    with pytest.raises(
-        UnsupportedModelError, match=r"keeps a tensor computed from the data in self.seen|changes self.seen"
-    ):
+    with pytest.raises(UnsupportedModelError, match="(keeps a tensor computed from the data in|changes) self.seen"):
         privately(case(step))
 
 

@@ -105,7 +105,7 @@ def _recurrent(cell: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module
 
 
 _classify = heads.classification
-_ITEM = {"vmap": "it reads the value of a tensor"}
+_ITEM = dict.fromkeys(("vmap", "ghost"), "it reads the value of a tensor")
 _HUB = ("transformers",)
 
 PLAIN = [
@@ -153,7 +153,7 @@ PLAIN = [
     Case(
         "LSTM on packed sequences", _task(lambda: modules.Packed(nn.LSTM), _classify),
         lambda count: (_random(count, 7, 5), _lengths(count), _labels(count, 4)), "classification",
-        refused={"vmap": "packed sequences"},
+        refused=dict.fromkeys(("vmap", "ghost"), "packed sequences"),
     ),
     Case("Branches on data, .item()", _task(modules.Branching, _classify), _vectors(4, 3), "classification",
          refused=_ITEM),

@@ -7,8 +7,8 @@ import re
 import warnings
 from pathlib import Path
 
-from lightning_lap2.gradients.clipping import FlatClipper
 from lightning_lap2.gradients import StepCall, UnsupportedModelError
+from lightning_lap2.gradients.clipping import FlatClipper
 from lightning_lap2.gradients.engines import ENGINES, make_engine
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.suggest import suggest

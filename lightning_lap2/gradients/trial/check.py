@@ -50,10 +50,12 @@ class Trial:
     Attributes:
         notes: sentences for the user and the report.
         random: ``training_step`` draws random numbers, so that equal records may differ in it.
+        logged_names: every name that it logged.
     """
 
     notes: tuple[str, ...] = ()
     random: bool = False
+    logged_names: frozenset[str] = frozenset()
 
 
 def try_step(runner: StepRunner, layout: ParameterLayout, call: StepCall, plain: tuple[Any, ...] | None) -> Trial:
@@ -86,9 +88,10 @@ def try_step(runner: StepRunner, layout: ParameterLayout, call: StepCall, plain:
                 ) from error
             raise
     if plain is None:
-        return Trial()
+        return Trial(logged_names=runner.logged_names)
     with untouched(module):
-        return _compare(runner, layout, call, plain, gradient)
+        found = _compare(runner, layout, call, plain, gradient)
+    return replace(found, logged_names=runner.logged_names)
 
 
 def _alone(runner: StepRunner, layout: ParameterLayout, call: StepCall) -> Tensor:

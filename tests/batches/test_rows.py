@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_lap2.gradients.batches import example, rows, take_apart, untouchable
-from lightning_lap2.gradients import UnsupportedModelError
+from lightning_lap2.batches import split_rows
+from lightning_lap2.batches.rows import count_rows
+from lightning_lap2.errors import UnsupportedModelError
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -57,12 +58,14 @@ def _batches(count: int) -> Any:
 @given(st.integers(1, 4).flatmap(lambda count: st.tuples(st.just(count), _batches(count))))
 def test_rows_are_found_and_put_back(case: tuple[int, Any]) -> None:
     count, batch = case
-    parts = take_apart(batch)
-    assert parts.count == count
-    assert _equal(parts.rows(0, count), batch)
+    examples = split_rows(batch)
+    assert examples.count == count_rows(batch) == count
     for index in range(count):
-        assert rows(example(batch, index)) == 1
-        assert int(example(batch, index)["first"]) == index
+        assert count_rows(examples.example(index)) == 1
+        assert int(examples.example(index)["first"]) == index
+    whole = split_rows(batch, views=count)
+    assert whole.count == 1
+    assert _equal(whole.example(0), batch)
 
 
 def test_containers_keep_their_type_and_strings_are_sliced() -> None:
@@ -70,7 +73,7 @@ def test_containers_keep_their_type_and_strings_are_sliced() -> None:
         pair=Pair(torch.arange(3), [torch.zeros(3, 2)]), names=("a", "b", "c"), k=5, scale=torch.tensor(2.0),
         more=defaultdict(list, z=torch.ones(3)),
     )  # fmt: skip
-    one = example(batch, 1)
+    one = split_rows(batch).example(1)
     assert type(one) is OrderedDict
     assert type(one["pair"]) is Pair
     assert one["pair"].x.tolist() == [1]
@@ -81,7 +84,7 @@ def test_containers_keep_their_type_and_strings_are_sliced() -> None:
 
 def test_a_batch_encoding_is_rebuilt() -> None:
     transformers = pytest.importorskip("transformers")
-    one = example(transformers.BatchEncoding({"input_ids": torch.arange(6).view(2, 3)}), 1)
+    one = split_rows(transformers.BatchEncoding({"input_ids": torch.arange(6).view(2, 3)})).example(1)
     assert type(one) is transformers.BatchEncoding
     assert one.input_ids.tolist() == [[3, 4, 5]]
 
@@ -89,6 +92,16 @@ def test_a_batch_encoding_is_rebuilt() -> None:
 @dataclasses.dataclass
 class Record:
     x: Tensor
+
+
+class Opaque:
+    pass
+
+
+def test_dataclasses_are_understood() -> None:
+    one = split_rows(Record(torch.arange(3))).example(2)
+    assert type(one) is Record
+    assert one.x.tolist() == [2]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +112,8 @@ class Record:
             r"batch\['n'\]\['y'\] is a tensor of leading size 3",
         ),
         ((torch.zeros(4), ["a", "b"]), r"batch\[1\] is a list of plain values of leading size 2"),
-        ((torch.zeros(4), Record(torch.zeros(4))), r"batch\[1\] is a .*Record, whose rows are not known"),
-        (Record(torch.zeros(4)), "batch is a .*Record"),
+        ((torch.zeros(4), Opaque()), r"batch\[1\] is a .*Opaque, whose rows are not known"),
+        (Opaque(), "batch is a .*Opaque"),
         ((torch.zeros(4), np.zeros(4)), r"batch\[1\] is a numpy.ndarray"),
         ((torch.zeros(4), {1, 2}), r"batch\[1\] is a builtins.set"),
         ((torch.zeros(4), torch.Size([4])), r"batch\[1\] is a torch.Size"),
@@ -112,7 +125,7 @@ class Record:
 )
 def test_what_is_not_understood_is_refused_by_path(batch: Any, words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
-        rows(batch)
+        count_rows(batch)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +134,8 @@ def test_what_is_not_understood_is_refused_by_path(batch: Any, words: str) -> No
      lambda v: [*v, "b"], lambda v: f"{v}"],
 )  # fmt: skip
 def test_strings_cannot_be_touched_where_all_examples_run_at_once(use: Any) -> None:
-    parts = take_apart((torch.zeros(2), {"names": ["a", "b"]}, 3))
-    batch = parts.rebuild(parts.tensors, untouchable)
+    examples = split_rows((torch.zeros(2), {"names": ["a", "b"]}, 3))
+    batch = examples.rebuild(examples.tensors, examples.shared())
     assert batch[2] == 3
     with pytest.raises(UnsupportedModelError, match=r"training_step uses batch\[1\]\['names'\]"):
         use(batch[1]["names"])
