@@ -6,7 +6,7 @@ batch, and examples whose batches have the same containers and shapes are stacke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -38,6 +38,11 @@ class Examples:
     def key(self) -> Hashable:
         """Equal for examples of the same structure and shape."""
         return structure(self._skeleton), tuple((t.shape[1:], t.dtype) for t in self.tensors)
+
+    @property
+    def roots(self) -> list[Tensor]:
+        """All tensors that hold the examples' values, those inside objects of unknown classes included."""
+        return [*self.tensors, *(t for values in self.others for t in _tensors_in(values, _DEPTH))]
 
     @property
     def rows_each(self) -> int:
@@ -89,6 +94,18 @@ class Examples:
             for values in self.others
         ]
         return self.rebuild(tensors, others)
+
+
+_DEPTH = 6  # of attributes and containers in objects of unknown classes: graph data keeps its tensors four deep
+
+
+def _tensors_in(node: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+    elif depth and not isinstance(node, PLAIN):
+        inside = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple | set) else ()
+        for child in (*inside, *getattr(node, "__dict__", {}).values()):
+            yield from _tensors_in(child, depth - 1)
 
 
 def _same_for_all(values: list[Any]) -> bool:
