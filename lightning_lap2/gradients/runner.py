@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -53,10 +54,8 @@ class _Forward(nn.Module):
 class UserStep:
     """``training_step`` for one example's batch, recorded.
 
-    Args:
-        places: numbers in the draw of the examples that this step is for.
-
     Attributes:
+        places: numbers in the draw of the examples that this step is for.
         module: the user's module.
         call: what the fit asks for.
         trace: of the latest run.
@@ -66,10 +65,16 @@ class UserStep:
         self, module: nn.Module, call: StepCall, places: Sequence[int], recorder: Recorder, guard: AttributeGuard,
         forward: _Forward, entropy: Entropy, device: torch.device,
     ) -> None:  # fmt: skip
-        self.module, self.call, self._places = module, call, places
+        self.module, self.call, self.places = module, call, places
         self._recorder, self._guard, self._forward = recorder, guard, forward
         self._entropy, self._device = entropy, device
         self._reading = Reading()
+
+    def at(self, index: int) -> UserStep:
+        """The step for one of the examples."""
+        alone = copy.copy(self)
+        alone.places = self.places[index : index + 1]
+        return alone
 
     @property
     def trace(self) -> Trace:
@@ -118,7 +123,7 @@ class UserStep:
         """``gradients`` of the examples from number ``first`` on, or what an audit puts in their place."""
         if self.call.revise is None:
             return gradients
-        return self.call.revise(self._places[first : first + len(gradients[0])], gradients)
+        return self.call.revise(self.places[first : first + len(gradients[0])], gradients)
 
     def slot_names(self, layout: ParameterLayout) -> list[list[str]]:
         """For each parameter the names of all its slots for ``by_slot``, each slot once.
@@ -177,8 +182,7 @@ class StepRunner:
             self._layout, self._first = layout, {}  # what an engine can do depends on what trains
         guard = AttributeGuard(self.module)
         entropy = Entropy(call.key)
-        traced: list[Traced] = []
-        order: list[Sequence[int]] = []
+        traced: list[tuple[Sequence[int], Traced]] = []
         try:
             with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
                 for group, places in zip(batch.groups, batch.order, strict=True):
@@ -186,15 +190,15 @@ class StepRunner:
                         self.module, call, places, self._recorder, guard, self._forward, entropy, layout.device
                     )
                     with batch_dimension_kept(group.rows_each):
-                        found = self._group(group, step, layout, clipper, total if call.count else None)
-                    traced += found
-                    order += _shares(places, found)
+                        traced += self._group(group, step, layout, clipper, total if call.count else None)
         except BaseException:
             guard.undo()
             raise
         guard.close()
-        traces, tensors = [t.trace for t in traced], [t.tensors for t in traced]
-        return Replay(traces, tensors, call.count, order, self._no_value).run()
+        if not traced:
+            return None
+        traces, tensors = [run.trace for _, run in traced], [run.tensors for _, run in traced]
+        return Replay(traces, tensors, call.count, [own for own, _ in traced], self._no_value).run()
 
     def _no_value(self, what: str) -> None:
         """Warns once of each call that has no value for the batch."""
@@ -208,7 +212,8 @@ class StepRunner:
 
     def _group(
         self, group: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
-    ) -> list[Traced]:
+    ) -> list[tuple[Sequence[int], Traced]]:
+        """What was recorded, each run with the places of its examples."""
         number = self._first.get(group.key, 0)
         while True:
             engine = self.engines[number]
@@ -224,9 +229,25 @@ class StepRunner:
                 self._first[group.key] = number
                 step.forget()
                 continue
+            except Exception:
+                if step.call.skip_errors and self.used:  # a step that has never run is not one example's fault
+                    return self._one_by_one(group, step, layout, clipper, total)
+                raise
             if engine.name not in self.used:
                 self.used.append(engine.name)
-            return found
+            return list(zip(_shares(step.places, found), found, strict=True))
+
+    def _one_by_one(
+        self, group: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
+    ) -> list[tuple[Sequence[int], Traced]]:
+        """Every example by itself; one on which the user's code raises adds nothing and logs nothing."""
+        step.forget()
+        if group.count == 1:
+            return []
+        found: list[tuple[Sequence[int], Traced]] = []
+        for index in range(group.count):
+            found += self._group(group.apart(index, index + 1), step.at(index), layout, clipper, total)
+        return found
 
 
 def _shares(places: Sequence[int], traced: Sequence[Traced]) -> list[Sequence[int]]:

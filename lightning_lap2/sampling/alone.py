@@ -121,10 +121,13 @@ class RecordByRecord(Dataset[Any]):
         dataset: the user's.
         collate_fn: the user's.
         views: how often each index stands in a batch, in a row.
+        skip_errors: a record whose fetch or collation raises is lost, instead of ending the fit.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], views: int = 1) -> None:
-        self.dataset = dataset
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any], views: int = 1, *, skip_errors: bool = False
+    ) -> None:
+        self.dataset, self._skip_errors = dataset, skip_errors
         self._collate = Collator(collate_fn, views)
         self._watch: FetchWatch | None = None
 
@@ -137,7 +140,29 @@ class RecordByRecord(Dataset[Any]):
             group = split_rows(known, self._collate.views)
             return ExampleBatch([group], [range(group.count)])
         with private_generators(Entropy(getattr(indices, "key", None))):
+            return self._each(indices) if self._skip_errors else self._collate(self._fetch(indices))
+
+    def _each(self, indices: list[int]) -> ExampleBatch:
+        """The same, for one example after the other where one cannot be read."""
+        try:
             return self._collate(self._fetch(indices))
+        except IsolationError:
+            raise
+        except Exception:
+            views = self._collate.views
+            found: list[Any] = []
+            places, lost = [], []
+            for place in range(len(indices) // views):
+                try:
+                    alone = self._collate(self._fetch(indices[place * views : (place + 1) * views])).example(0)
+                except IsolationError:
+                    raise
+                except Exception:
+                    lost.append(place)
+                else:
+                    found.append(alone)
+                    places.append(place)
+            return ExampleBatch.of(found).placed(places, lost)
 
     def _fetch(self, indices: list[int]) -> list[Any]:
         """What the data set gives for each example, each by a call of its own."""
@@ -262,9 +287,12 @@ class ExampleLoader(DataLoader[Any]):
         loader: the user's, for its settings.
         batch_sampler: what draws; ``None`` keeps a stream's own order.
         views: how often the sampler gives each index, in a row.
+        skip_errors: see :class:`RecordByRecord`; a stream's errors end the fit.
     """
 
-    def __init__(self, loader: DataLoader[Any], batch_sampler: Any, *, views: int = 1) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], batch_sampler: Any, *, views: int = 1, skip_errors: bool = False
+    ) -> None:
         dataset, settings = loader.dataset, worker_settings(loader)
         stream = isinstance(dataset, IterableDataset)
         settings |= (
@@ -274,7 +302,9 @@ class ExampleLoader(DataLoader[Any]):
         )
         super().__init__(dataset, collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn, **settings)
         self._inner: DataLoader[Any] = DataLoader(
-            StreamByRecord(dataset) if stream else RecordByRecord(dataset, loader.collate_fn, views),
+            StreamByRecord(dataset)
+            if stream
+            else RecordByRecord(dataset, loader.collate_fn, views, skip_errors=skip_errors),
             collate_fn=Collator(loader.collate_fn).of_stream if stream else _handed_on,
             worker_init_fn=_WorkerInit(loader.worker_init_fn),
             **settings,
@@ -307,6 +337,8 @@ class _Peek(RecordByRecord):
 
     def __getitems__(self, indices: list[int]) -> tuple[ExampleBatch, Any]:  # type: ignore[override]
         with private_generators(Entropy(None)):
+            if self._skip_errors:
+                return self._each(indices), None
             fetched = self._fetch(indices)
             try:
                 plain = self._collate.collate_fn([record for found in fetched for record in found])
@@ -315,7 +347,9 @@ class _Peek(RecordByRecord):
             return self._collate(fetched), plain
 
 
-def peek(loader: DataLoader[Any], count: int, views: int = 1) -> tuple[ExampleBatch, Any] | None:
+def peek(
+    loader: DataLoader[Any], count: int, views: int = 1, *, skip_errors: bool = False
+) -> tuple[ExampleBatch, Any] | None:
     """A few records spread over the data, read as training will read them (in a worker, if there are workers): the
     examples, and one batch of them all as plain training would make it, ``None`` where that fails.
 
@@ -333,7 +367,7 @@ def peek(loader: DataLoader[Any], count: int, views: int = 1) -> tuple[ExampleBa
     settings["num_workers"] = min(1, loader.num_workers)
     settings["generator"] = torch.Generator()  # the user's is not drawn from
     inside = DataLoader(
-        _Peek(dataset, loader.collate_fn, views),
+        _Peek(dataset, loader.collate_fn, views, skip_errors=skip_errors),
         batch_sampler=[indices],
         collate_fn=_handed_on,
         worker_init_fn=_WorkerInit(loader.worker_init_fn),
