@@ -16,7 +16,16 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_lap2 import Lap2Privacy, register_batch_type
 from lightning_lap2.batches import containers
 from tests.helpers import quiet_trainer
-from tests.ordinary.cases import CASES, CLASSES, GRAPHS, GraphBatch, classify, message_passing
+from tests.ordinary.cases import (
+    CASES,
+    CLASSES,
+    GRAPHS,
+    RAGGED,
+    GraphBatch,
+    classify,
+    message_passing,
+    padding_collate,
+)  # fmt: skip
 from tests.ordinary.harness import Case, Net, alone, plainly, privately
 
 
@@ -139,3 +148,28 @@ def test_the_first_use_hooks_of_transformers_and_its_squeezed_regression() -> No
     for key in want:
         torch.testing.assert_close(got.gradient[key], want[key], rtol=0, atol=1e-6)
     assert got.logged == pytest.approx(plainly(case).logged, rel=1e-5)
+
+
+def test_hugging_face_text_runs_in_few_groups_and_other_ragged_data_is_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Padding:
+        pad_to_multiple_of: int | None = None
+
+        def __call__(self, records: list[Any]) -> tuple[Tensor, Tensor]:
+            x, _, y = padding_collate(records)
+            missing = -x.shape[1] % (self.pad_to_multiple_of or 1)
+            return F.pad(x, (0, 0, 0, missing)), y
+
+    def step(m: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(m.head(m.rnn(batch[0])[0].sum(1)), batch[1])
+
+    def module() -> Net:
+        return Net(step, rnn=nn.LSTM(4, 6, batch_first=True), head=nn.Linear(6, 3))
+
+    with caplog.at_level("INFO"):
+        fit(module(), RAGGED, Padding())
+    assert "have different shapes" not in caplog.text
+    with caplog.at_level("INFO"):
+        fit(module(), RAGGED, lambda records: (padding_collate(records)[0], torch.tensor([r[1] for r in records])))
+    assert "have different shapes, and each shape runs by itself" in caplog.text

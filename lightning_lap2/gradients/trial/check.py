@@ -41,6 +41,10 @@ DIFFERENT = (
     "mixup or statistics of the batch?); privately each example's loss is computed from that example alone, so training "
     "differs from plain training in this"
 )
+RAGGED = (
+    "the batches that collate_fn makes of single records have different shapes, and each shape runs by itself: a draw "
+    "with many of them is slow. Let collate_fn pad each record to a multiple of some length (pad_to_multiple_of)"
+)
 
 
 @dataclass(frozen=True)
@@ -87,11 +91,12 @@ def try_step(runner: StepRunner, layout: ParameterLayout, call: StepCall, plain:
                     "one that a single example has"
                 ) from error
             raise
-    if plain is None:
-        return Trial(logged_names=runner.logged_names)
-    with untouched(module):
-        found = _compare(runner, layout, call, plain, gradient)
-    return replace(found, logged_names=runner.logged_names)
+    found = Trial()
+    if plain is not None:
+        with untouched(module):
+            found = _compare(runner, layout, call, plain, gradient)
+    ragged = (RAGGED,) if len(call.examples.groups) > 1 else ()
+    return replace(found, notes=(*found.notes, *ragged), logged_names=runner.logged_names)
 
 
 def _alone(runner: StepRunner, layout: ParameterLayout, call: StepCall) -> Tensor:
