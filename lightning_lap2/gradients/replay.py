@@ -6,7 +6,7 @@ See :mod:`lightning_lap2.gradients.recorder` for what becomes of each kind of va
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class Replay:
         count: examples in the batch; 0 for an empty draw, whose template adds nothing to any mean or metric.
         places: for each trace the places in the draw of its examples; ``None``: they are in order.
         warn: told of each call that has no value for the batch, by a name that is the same at every step.
+        sums: for numbers of calls, by the call's key and the number's position in its arguments, whether the batch's
+            value is the sum over the examples (else their mean); where it is not known, integers add up.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class Replay:
         count: int,
         places: Sequence[Sequence[int]] | None = None,
         warn: Callable[[str], None] = lambda call: None,
+        sums: Mapping[Hashable, bool] | None = None,
     ) -> None:
         self.traces, self.tensors, self.count, self._warn = traces, tensors, count, warn
+        self._sums = sums or {}
         self.places = places
         drawn = [] if places is None else [place for own in places for place in own]
         self._order = None if drawn == sorted(drawn) else sorted(range(len(drawn)), key=drawn.__getitem__)
@@ -86,7 +90,8 @@ class Replay:
         if event.name is None:
             event.owner.log_dict(self._value([e.value for e in same]), **options)  # type: ignore[operator]
             return
-        value = self._value([e.value for e in same], summed=options.get("reduce_fx") in _SUM)
+        summed = self._sums.get((event.key, 0), True if options.get("reduce_fx") in _SUM else None)
+        value = self._value([e.value for e in same], summed=summed)
         event.owner.log(event.name, value, **options)  # type: ignore[operator]
 
     def _metric(self, same: Sequence[MetricEvent]) -> Any:
@@ -96,7 +101,7 @@ class Replay:
             return metric.compute()
         if event.method == "reset":
             return metric.reset()
-        calls = self._calls(metric, given)
+        calls = self._calls(event.key, metric, given)
         if self.count == 0:
             # the value is wanted for the log call, the metric must not see the template
             metric = copy.deepcopy(metric)
@@ -112,13 +117,16 @@ class Replay:
             fresh.update(*args, **kwargs)
         return fresh.compute() if event.method == "forward" else None
 
-    def _calls(self, metric: Any, given: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    def _calls(self, key: Hashable, metric: Any, given: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Arguments for the metric: one call, or one for each kind of examples whose tensors cannot be joined."""
         try:
-            calls = [self._tree(given, self._rows)]
+            calls = [self._tree(given, self._rows, key)]
         except _Shapes:
-            apart = [Replay([trace], [own], self.count) for trace, own in zip(self.traces, self.tensors, strict=True)]
-            calls = [replay._tree([one], replay._rows) for replay, one in zip(apart, given, strict=True)]
+            apart = [
+                Replay([trace], [own], self.count, sums=self._sums)
+                for trace, own in zip(self.traces, self.tensors, strict=True)
+            ]
+            calls = [replay._tree([one], replay._rows, key) for replay, one in zip(apart, given, strict=True)]
         if isinstance(metric, MeanMetric):
             # a weight such as x.shape[0] is 1 in the trace, like batch_size=
             times = [self._examples(t) if len(calls) > 1 else max(self.count, 1) for t in range(len(calls))]
@@ -127,21 +135,24 @@ class Replay:
 
     # -- values ---------------------------------------------------------------------------------------------------
 
-    def _tree(self, trees: Sequence[Any], join: Callable[[list[Tensor]], Any]) -> Any:
-        """One tree of values of the batch from those of the traces."""
+    def _tree(self, trees: Sequence[Any], join: Callable[[list[Tensor]], Any], key: Hashable = None) -> Any:
+        """One tree of values of the batch from those of the traces; ``key``: of the call that they belong to."""
         columns = [leaves_of(tree) for tree in trees]
         if any(len(column) != len(columns[0]) for column in columns):
             raise Unlike
-        leaves = zip(*columns, strict=True)
-        return map_leaves(lambda _: self._value(next(leaves), join=join), trees[0])
+        values = iter(
+            self._value(leaves, summed=self._sums.get((key, position)), join=join)
+            for position, leaves in enumerate(zip(*columns, strict=True))
+        )
+        return map_leaves(lambda _: next(values), trees[0])
 
     def _value(
-        self, leaves: Sequence[Any], *, summed: bool = False, join: Callable[[list[Tensor]], Any] | None = None
+        self, leaves: Sequence[Any], *, summed: bool | None = None, join: Callable[[list[Tensor]], Any] | None = None
     ) -> Any:
         """The batch's value from those of the traces.
 
         Args:
-            summed: whether 0-dim values add up, else floats are averaged and integers add up.
+            summed: whether 0-dim values add up or are averaged; ``None``: integers add up, others are averaged.
             join: of the rows of values that are not 0-dim; ``None``: all elements are averaged.
         """
         first = leaves[0]
@@ -165,21 +176,19 @@ class Replay:
             return self.tensors[trace][leaf.index]
         return torch.full((self._examples(trace),), leaf)
 
-    def _numbers(self, values: Sequence[Any], summed: bool) -> Any:
+    def _numbers(self, values: Sequence[Any], summed: bool | None) -> Any:
         """Python numbers: the same for all examples, or else their mean or sum."""
         if all(v == values[0] or v != v for v in values) and not summed:
             return values[0]
-        numbers = torch.cat([torch.full((self._examples(t),), float(v)) for t, v in enumerate(values)]).double()
-        whole = all(isinstance(v, int) and not isinstance(v, bool) for v in values)
-        found = self._number(numbers, summed or whole).item()
-        return int(found) if whole else found
+        number = self._number(torch.cat([self._column(v, t) for t, v in enumerate(values)]), summed)
+        return number.item()
 
     def _examples(self, trace: int) -> int:
         return len(self.tensors[trace][0]) if self.tensors[trace] else 1
 
-    def _number(self, values: Tensor, summed: bool) -> Tensor:
+    def _number(self, values: Tensor, summed: bool | None) -> Tensor:
         """0-dim, from ``[n]``. Values that are not finite are left out, as their gradients are; unless all are."""
-        if not values.dtype.is_floating_point and values.dtype != torch.bool:
+        if summed is not False and not values.dtype.is_floating_point and values.dtype != torch.bool:
             return values.sum() * min(self.count, 1)
         wide = values if values.dtype == torch.float64 else values.float()
         finite = torch.isfinite(wide)
@@ -219,6 +228,36 @@ class Replay:
         args, kwargs = self._tree([leaf.held for leaf in leaves], self._rows)
         return first.function(*args, **kwargs)
 
+    # -- learning -------------------------------------------------------------------------------------------------
+
+    def compared(self, plain: Trace) -> dict[Hashable, bool]:
+        """``sums`` as they make the values of a plain run of the same examples in one batch; no entry where neither the
+        sum nor the mean does, or both do."""
+        found: dict[Hashable, bool] = {}
+        for key, event in plain.events.items():
+            same: list[Any] = [trace.events.get(key) for trace in self.traces]
+            if None in same or (isinstance(event, MetricEvent) and isinstance(event.metric, MeanMetric)):
+                continue
+            columns = [leaves_of(_given(e)) for e in same]
+            if any(len(column) != len(columns[0]) for column in columns):
+                continue
+            for position, (one, *leaves) in enumerate(zip(leaves_of(_given(event)), *columns, strict=False)):
+                total, mean = self._sum_and_mean(leaves)
+                value = _plain_number(plain, one)
+                if total is not None and value is not None and _near(value, total) != _near(value, mean):
+                    found[key, position] = _near(value, total)
+        return found
+
+    def _sum_and_mean(self, leaves: Sequence[Any]) -> tuple[float | None, float | None]:
+        """Of 0-dim values, ``None`` of others."""
+        if not all(isinstance(leaf, Slot | int | float) for leaf in leaves):
+            return None, None
+        columns = [self._column(leaf, t) for t, leaf in enumerate(leaves)]
+        if any(column.dim() != 1 for column in columns):
+            return None, None
+        values = torch.cat(columns).double()
+        return float(values.sum()), float(values.mean())
+
     # -- output ---------------------------------------------------------------------------------------------------
 
     def _output(self) -> Any:
@@ -247,14 +286,30 @@ class Replay:
         """Of some traces, with the results of all."""
         places = None if self.places is None else [self.places[t] for t in traces]
         only = Replay(
-            [self.traces[t] for t in traces], [self.tensors[t] for t in traces], self.count, places, self._warn
-        )
+            [self.traces[t] for t in traces], [self.tensors[t] for t in traces],
+            self.count, places, self._warn, self._sums,
+        )  # fmt: skip
         only._results = self._results
         return only
 
 
 class _Shapes(Unlike):
     """Rows of unlike shapes."""
+
+
+def _given(event: LogEvent | MetricEvent) -> Any:
+    return event.value if isinstance(event, LogEvent) else (event.args, event.kwargs)
+
+
+def _plain_number(trace: Trace, leaf: Any) -> float | None:
+    if isinstance(leaf, Slot):
+        value = trace.tensors[leaf.index]
+        return float(value) if value.dim() == 0 else None
+    return float(leaf) if isinstance(leaf, int | float) else None
+
+
+def _near(a: float, b: float | None) -> bool:
+    return b is not None and abs(a - b) <= 1e-3 * abs(b)
 
 
 def _reweighted(call: tuple[Any, Any], times: int) -> tuple[Any, Any]:

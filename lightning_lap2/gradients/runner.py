@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -157,6 +157,9 @@ class StepRunner:
         self.passed_over: dict[str, str] = {}
         self._recorder, self._forward = Recorder(module), _Forward(module)
         self._unlike: set[str] = set()
+        self._sums: dict[Hashable, bool] = {}
+        self._latest: Replay | None = None
+        self._kept = False
         self._first: dict[Any, int] = {}
         self._layout: ParameterLayout | None = None
 
@@ -198,7 +201,30 @@ class StepRunner:
         if not traced:
             return None
         traces, tensors = [run.trace for _, run in traced], [run.tensors for _, run in traced]
-        return Replay(traces, tensors, call.count, [own for own, _ in traced], self._no_value).run()
+        replay = Replay(traces, tensors, call.count, [own for own, _ in traced], self._no_value, self._sums)
+        if self._kept:
+            self._latest = replay
+        return replay.run()
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Inside, what was last recorded is kept for :meth:`learn`."""
+        self._kept = True
+        try:
+            yield
+        finally:
+            self._kept, self._latest = False, None
+
+    @contextmanager
+    def recording(self) -> Iterator[Trace]:
+        """The log and metric calls of a plain run of the step inside."""
+        with self._recorder.shadowing():
+            yield self._recorder.begin()
+
+    def learn(self, plain: Trace) -> None:
+        """From a plain run of the latest call's examples in one batch: whether what is logged is a sum or a mean."""
+        if self._latest is not None:
+            self._sums = self._latest.compared(plain)
 
     def _no_value(self, what: str) -> None:
         """Warns once of each call that has no value for the batch."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_lap2 import Lap2Privacy, register_batch_type
@@ -173,3 +173,47 @@ def test_hugging_face_text_runs_in_few_groups_and_other_ragged_data_is_told_of(
     with caplog.at_level("INFO"):
         fit(module(), RAGGED, lambda records: (padding_collate(records)[0], torch.tensor([r[1] for r in records])))
     assert "have different shapes, and each shape runs by itself" in caplog.text
+
+
+class Totals(Metric):
+    """Of a loss and a count, as users write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("loss", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("rows", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, loss: Tensor, rows: int) -> None:
+        self.loss += loss.detach()
+        self.rows += rows
+
+    def compute(self) -> Tensor:
+        return self.loss / self.rows
+
+
+def test_what_is_a_sum_and_what_a_mean_is_learnt_from_a_plain_run() -> None:
+    """Every record enters every release, so each logged value is that of plain training in the first step."""
+
+    def step(m: Any, batch: Any) -> Tensor:
+        x, y = batch
+        each = F.cross_entropy(m.net(x), y, reduction="none")
+        hits = (m.net(x).argmax(1) == y).sum().float()
+        m.log("mean", each.mean(), reduce_fx="sum")
+        m.log("sum", each.sum())
+        m.log("rows", float(len(y)))
+        m.log("whole", len(y))
+        m.log("hits", hits)
+        m.log("share", hits / len(y))
+        m.log("constant", 3)
+        m.totals.update(each.sum(), len(y))
+        m.log("totals", m.totals.compute())
+        return each.mean()
+
+    def logged(module: Net, *callbacks: Any) -> dict[str, float]:
+        trainer = quiet_trainer(L.pytorch, *callbacks, max_steps=1)
+        trainer.fit(module, DataLoader(CLASSES, batch_size=len(CLASSES)))
+        return {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("privacy/")}
+
+    want = logged(classifier(step, totals=Totals()))
+    got = logged(classifier(step, totals=Totals()), Lap2Privacy(eps=1e3, delta=1e-5, sampling="none"))
+    assert got == pytest.approx(want, rel=1e-5)
