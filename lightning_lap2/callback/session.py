@@ -511,8 +511,8 @@ class FitSession:
     def check_trained(self) -> None:
         """
         Raises:
-            UnsupportedSettingError: a batch was fetched, and the step never ran on it. Which draws are released must not
-                depend on what they hold.
+            UnsupportedSettingError: a batch was fetched, and the step never ran on it. Which draws are released must
+                not depend on what they hold.
         """
         if self._part is not None:
             raise UnsupportedSettingError(

@@ -82,9 +82,9 @@ class Marks(TorchDispatchMode):
             return False
         if mark != self.generation:
             raise IsolationError(
-                f"{line_now()} reads a tensor that an earlier call of training_step computed from examples and that was "
-                "kept outside the module (a global, a closure, a cache of a function): it would carry examples past the "
-                "clipping into a later loss. Keep nothing of the data between steps"
+                f"{line_now()} reads a tensor that an earlier call of training_step computed from examples and that "
+                "was kept outside the module (a global, a closure, a cache of a function): it would carry examples "
+                "past the clipping into a later loss. Keep nothing of the data between steps"
             )
         if self._graph and requires_grad(tensor):
             self.nodes.add(tensor.grad_fn)
