@@ -407,7 +407,7 @@ CASES: dict[str, Case] = {
     ),
     "gradient penalty": Case(gradient_penalty, CLASSES, _linear(), engine="loop"),
     "rsample": Case(rsample, CLASSES, lambda: {**_linear(4)(), "decoder": nn.Linear(2, 5)}),
-    "first-use hook": Case(classify, CLASSES, lambda: {"net": Features()}, loop=False),
+    "first-use hook": Case(classify, CLASSES, lambda: {"net": Features()}, refused_by=("loop",)),
     "weight standardisation": Case(
         image_classify,
         IMAGES,
@@ -431,12 +431,15 @@ CASES: dict[str, Case] = {
         engine="vmap",
     ),
     "sparse embedding": Case(
-        sparse_table, TOKENS, lambda: {"table": nn.Embedding(9, 4, sparse=True), "head": nn.Linear(4, 3)}
+        sparse_table,
+        TOKENS,
+        lambda: {"table": nn.Embedding(9, 4, sparse=True), "head": nn.Linear(4, 3)},
+        refused_by=("vmap",),
     ),
     "weight_norm": Case(
         classify,
         CLASSES,
         lambda: {"net": nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 8)), nn.Tanh(), nn.Linear(8, 3))},
     ),
-    "prune": Case(classify, CLASSES, _pruned, loop=False),
+    "prune": Case(classify, CLASSES, _pruned, refused_by=("loop",)),
 }

@@ -49,7 +49,7 @@ class Case:
         records: what the data set holds.
         parts: makes the module's attributes; called under a fixed seed.
         engine: the one that ``auto`` ends with; those behind it take the step too.
-        loop: whether the loop takes it too: it must not change the module.
+        refused_by: but for these.
         logs: whether plain Lightning's logged values are the reference: ``False`` where the step cannot run on a whole
             batch, or its mean over the batch is not the mean over the examples.
         twins: whether plain autograd needs two rows, which are then the record twice.
@@ -61,7 +61,7 @@ class Case:
     records: Sequence[Any]
     parts: Callable[[], Mapping[str, Any]]
     engine: str = "ghost"
-    loop: bool = True
+    refused_by: tuple[str, ...] = ()
     logs: bool = True
     twins: bool = False
     tolerance: float = 1e-5
@@ -126,7 +126,7 @@ def privately(case: Case, module: Net | None = None, engines: Sequence[str] = EN
 
 def alone(case: Case) -> dict[str, Tensor]:
     """The sum of gradients by plain autograd, each record in a batch of one and with a module of its own."""
-    sums = {name: torch.zeros_like(p) for name, p in case.module().named_parameters()}
+    sums = {name: torch.zeros_like(p) for name, p in case.module().named_parameters() if p.requires_grad}
     for record in case.records:
         fresh = case.module()
         with logging():

@@ -7,6 +7,9 @@ import torch
 
 from tests.ordinary.cases import CASES
 from tests.ordinary.harness import ENGINES, alone, plainly, privately
+from tests.ordinary.more_cases import MORE_CASES
+
+EVERY = {**CASES, **MORE_CASES}
 
 # torch's own words on what these steps do
 pytestmark = [
@@ -15,9 +18,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 def test_gradients_and_logged_values(name: str) -> None:
-    case = CASES[name]
+    case = EVERY[name]
     got = privately(case)
     assert list(got.engines) == [case.engine], got.why
     want = alone(case)
@@ -34,15 +37,15 @@ def _behind() -> list[tuple[str, str]]:
     """Each case with each engine behind the one that takes it first."""
     return [
         (name, engine)
-        for name, case in CASES.items()
+        for name, case in EVERY.items()
         for engine in ENGINES[ENGINES.index(case.engine) + 1 :]
-        if (case.loop or engine != "loop") and (name, engine) != ("sparse embedding", "vmap")  # refused there by name
+        if engine not in case.refused_by
     ]
 
 
 @pytest.mark.parametrize(("name", "engine"), _behind())
 def test_slower_engines_agree(name: str, engine: str) -> None:
-    case = CASES[name]
+    case = EVERY[name]
     want, got = privately(case), privately(case, engines=(engine,))
     size = max(float(g.abs().max()) for g in want.gradient.values())
     for key in want.gradient:
