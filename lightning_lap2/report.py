@@ -11,16 +11,17 @@ from decimal import ROUND_CEILING, Context
 from pathlib import Path
 from typing import Any
 
-JSON_NAME = "privacy_report.json"
-MARKDOWN_NAME = "privacy_report.md"
+NAME = "privacy_report"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyReport:
     """One fit's (or several fits') privacy statement. ``str()`` gives Markdown, ``to_dict()`` plain values.
 
-    Fields carry the names of the callback's arguments and attributes; ``None`` where no fit has started. The last five
-    are for adaptive clipping: ``max_grad_norm`` is where C started, ``clipping_threshold`` where it is now, and
+    Fields carry the names of the callback's arguments and attributes; ``None`` where no fit has started. ``run`` is in
+    the name of the run's journal, ``None`` without one. ``rounding_margin`` is the share of C that gradients are
+    clipped below it, for what floating point adds. ``clipping_threshold`` and what follows are for adaptive
+    clipping: ``max_grad_norm`` is where C started, ``clipping_threshold`` where it is now, and
     ``epsilon_without_count`` what the same releases would have cost without their counts.
     """
 
@@ -51,11 +52,13 @@ class PrivacyReport:
     world_size: int | None
     caveats: tuple[str, ...]
     versions: dict[str, str]
+    rounding_margin: float | None = None
     clipping_threshold: float | None = None
     target_quantile: float | None = None
     clip_learning_rate: float | None = None
     count_noise_scale: float | None = None
     epsilon_without_count: float | None = None
+    run: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python values; infinities as the string ``"inf"``, so that the JSON is standard."""
@@ -84,6 +87,11 @@ class PrivacyReport:
     def _statement(self) -> str:
         if math.isinf(self.epsilon):
             return f"**No privacy guarantee**: epsilon is infinite after {self.steps} releases."
+        if not self.steps and self.planned_steps is None:
+            return (
+                "This callback has not trained anything, so it knows of no releases. (A copy of it that trained in "
+                "another process has a ledger of its own.)"
+            )
         if not self.steps:
             return "Nothing was released: epsilon = 0."
         guarantee = (
@@ -114,20 +122,28 @@ def rounded_up(value: float) -> str:
 
 
 def write_report(report: PrivacyReport, directory: Path, *, warn: Callable[[str], object]) -> None:
-    """Writes both files, each whole or not at all. A failure (a full disk) is a warning: training is over, and the
-    report can still be had from ``callback.report()``."""
+    """Writes JSON and Markdown: ``privacy_report.*``, the latest run's in this folder, and with a ``run``
+    ``privacy_report_<run>.*``, which no other run overwrites. Each file is whole or not there at all.
+
+    A failure (a full disk) is a warning: training is over, and the report can still be had from ``callback.report()``.
+    """
+    texts = {".json": json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n", ".md": str(report)}
+    stems = [NAME] if report.run is None else [NAME, f"{NAME}_{report.run}"]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, text in (
-            (JSON_NAME, json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"),
-            (MARKDOWN_NAME, str(report)),
-        ):
-            partial = directory / f"{name}.partial"
-            try:
-                partial.write_text(text, encoding="utf-8")
-                os.replace(partial, directory / name)
-            except OSError:
-                partial.unlink(missing_ok=True)
-                raise
+        for stem in stems:
+            for suffix, text in texts.items():
+                _replace(directory / f"{stem}{suffix}", text)
     except OSError as error:
-        warn(f"Lap2Privacy: the privacy report could not be written to {directory}: {error}")
+        warn(f"the privacy report could not be written to {directory}: {error}")
+
+
+def _replace(path: Path, text: str) -> None:
+    # of this process alone: another run may be writing the same report
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -139,15 +139,15 @@ class PerLayerClipper:
 
 
 def make_clipper(clipping: ClippingName, mechanism: Mechanism, layout: ParameterLayout) -> Clipper:
-    """The clipper whose sensitivity ``mechanism`` is charged for.
+    """The clipper whose sensitivity ``mechanism`` is charged for, less its margin.
 
     Raises:
         ValueError: the mechanism was made for other layers than those of ``layout``.
     """
     if clipping == "automatic":
-        return AutomaticClipper(mechanism.max_grad_norm, mechanism.norm)
+        return AutomaticClipper(mechanism.clip_norm, mechanism.norm)
     if clipping == "per_layer":
         if mechanism.layer_sizes != layout.layer_sizes:
             raise ValueError(f"a release of the layers {mechanism.layer_sizes} for gradients of {layout.layer_sizes}")
         return PerLayerClipper(mechanism.layer_norm, layout.layers, mechanism.norm)
-    return FlatClipper(mechanism.max_grad_norm, mechanism.norm)
+    return FlatClipper(mechanism.clip_norm, mechanism.norm)

@@ -141,8 +141,8 @@ def divided_by_the_number_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def noise_from_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     add = AesNoise._add
 
-    def _add(self: Any, values: Tensor, scale: float, distribution: Any, release: int) -> None:
-        add(self, values, scale, distribution, release + int(abs(values).sum() * 1e9) % 1000)
+    def _add(self: Any, values: Tensor, scale: float, distribution: Any, release: int, last_factor: float) -> None:
+        add(self, values, scale, distribution, release + int(abs(values).sum() * 1e9) % 1000, last_factor)
 
     monkeypatch.setattr(AesNoise, "_add", _add)
 

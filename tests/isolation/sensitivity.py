@@ -31,6 +31,8 @@ EPOCHS = 3
 class Recorded(Probe):
     """Keeps each release; with ``absent`` the data without that record."""
 
+    cells = 2**30  # two releases with one noise are compared: finer than what is compared
+
     def __init__(self, absent: Sequence[int] = ()) -> None:
         self.absent = frozenset(absent)
         self.values: list[Tensor] = []
