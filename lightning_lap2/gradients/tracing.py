@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -176,8 +177,7 @@ def traceable(module: nn.Module) -> Iterator[None]:
         masking = sys.modules.get("transformers.masking_utils")
         if masking is not None and "is_tracing" in vars(masking):  # transformers 5
             undo.enter_context(replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
-        for owner, name, value in _without_checks():
-            undo.enter_context(replaced(owner, name, value))
+        undo.enter_context(_without_checks())
         for layer in layers_of(module):
             if isinstance(layer, nn.RNNBase):
                 # its forward collects the parameters it finds, which may be traced ones
@@ -224,21 +224,38 @@ def _one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return one_hot
 
 
-def _without_checks() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """What libraries do that needs the values of tensors, or tensors of one example, without need.
+@contextmanager
+def _without_checks() -> Iterator[None]:
+    """Inside, libraries do not ask for values, or make tensors of one example, where there is no need.
 
     torchmetrics' functional metrics check their arguments by value (``torch.unique``); torch's distributions draw
     normal numbers into a tensor without the examples' dimension.
     """
-    for library, pattern in (("torchmetrics.functional.", _VALIDATION), ("torch.distributions.", _DRAW)):
-        for home, module in list(sys.modules.items()):
-            if home.startswith(library):
-                for name, function in list(vars(module).items()):
-                    if pattern.fullmatch(name):
-                        yield module, name, _unchecked(function) if pattern is _VALIDATION else _standard_normal
+    found = _checks(len(sys.modules))
+    try:
+        for module, name, _, instead in found:
+            setattr(module, name, instead)
+        yield
+    finally:
+        for module, name, before, _ in found:
+            setattr(module, name, before)
 
 
-_VALIDATION, _DRAW = re.compile(r"_\w*_tensor_validation"), re.compile("_standard_normal")
+@lru_cache(maxsize=1)
+def _checks(_modules: int) -> list[tuple[Any, str, Any, Any]]:
+    """Home, name, function and what stands in for it; searched anew when modules were loaded."""
+    found: list[tuple[Any, str, Any, Any]] = []
+    for home, module in list(sys.modules.items()):
+        for name, function in list(vars(module).items()) if home.startswith(_LIBRARIES) else ():
+            if _VALIDATION.fullmatch(name):
+                found.append((module, name, function, _unchecked(function)))
+            elif name == "_standard_normal":
+                found.append((module, name, function, _standard_normal))
+    return found
+
+
+_LIBRARIES = ("torchmetrics.functional.", "torch.distributions.")
+_VALIDATION = re.compile(r"_\w*_tensor_validation")
 
 
 def _unchecked(original: Callable[..., None]) -> Callable[..., None]:

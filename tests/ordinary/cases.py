@@ -428,7 +428,6 @@ CASES: dict[str, Case] = {
             "decoder": nn.LSTM(4, 6, batch_first=True),
             "head": nn.Linear(6, 3),
         },
-        engine="vmap",
     ),
     "sparse embedding": Case(
         sparse_table,
