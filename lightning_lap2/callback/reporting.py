@@ -10,17 +10,7 @@ from lightning_lap2._version import __version__
 from lightning_lap2.callback.adaptive import current_threshold
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.settings import CLIP_LEARNING_RATE, TARGET_QUANTILE, Settings
-from lightning_lap2.report import PrivacyReport
-
-_ALWAYS = (
-    "The training loss and every metric logged from training_step are computed from the data without noise; they "
-    "are not covered.",
-    "Validation, checkpoint selection, early stopping and hyperparameter search on private data are not covered.",
-    "The guarantee is for one example of the data set (not for a user with several, not for replacing one), and "
-    "takes the number of examples and the batch size as public.",
-    "The proof is in real arithmetic, the outputs are floating point numbers: whoever knows all other records to the "
-    "last bit and sees exact released sums can learn more than epsilon says (docs/guarantee.md, section 11).",
-)
+from lightning_lap2.report import GENERAL_CAVEATS, PrivacyReport
 
 
 def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> PrivacyReport:
@@ -91,7 +81,7 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
             )
     if facts.get("fast_dev_run"):
         found.append("fast_dev_run: a trial run, charged like any other.")
-    return [*found, *ledger.caveats, *facts.get("caveats", ()), *_ALWAYS]
+    return [*found, *ledger.caveats, *facts.get("caveats", ()), *GENERAL_CAVEATS]
 
 
 def _versions() -> dict[str, str]:
