@@ -130,8 +130,11 @@ of a budget of 3.
         required = {field.name for field in fields(cls) if field.default is MISSING}
         if missing := sorted(required - set(content)):
             raise ValueError(f"fields are missing: {', '.join(missing)}")
-        values = {key: math.inf if value == "inf" else value for key, value in content.items() if key in known}
-        return cls(**values | {"caveats": tuple(values["caveats"])})
+        values: dict[str, Any] = {
+            key: math.inf if value == "inf" else value for key, value in content.items() if key in known
+        }
+        values["caveats"] = tuple(values["caveats"])
+        return cls(**values)
 
     def __str__(self) -> str:
         caveats = "\n".join(f"* {text}" for text in self.caveats)

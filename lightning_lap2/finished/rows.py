@@ -15,11 +15,11 @@ def rows(report: PrivacyReport) -> list[tuple[str, str]]:
         ("releases (optimizer steps)", _steps(report)),
         ("mechanism", f"{report.mechanism}, bound {report.bound}"),
         ("clipping", _clipping(report)),
-        ("noise multiplier, scale / C", _number(report.noise_multiplier)),
-        (f"noise scale, {_NOISE.get(report.mechanism, 'scale')}, units of the gradient", _number(report.scale)),
+        ("noise multiplier", _number(report.noise_multiplier, ", scale / C")),
+        ("noise scale", _number(report.scale, f", {_NOISE.get(report.mechanism, 'scale')}, in units of the gradient")),
         ("sampling", f"{report.sampling}, adjacency: {report.adjacency}"),
         ("sample rate q", _number(report.sample_rate)),
-        ("expected batch size, examples", _number(report.expected_batch_size)),
+        ("expected batch size", _number(report.expected_batch_size, " examples")),
         ("training examples N", _number(report.num_examples)),
         ("trainable parameters n", _number(report.dimension)),
         ("engine", report.engine),
@@ -45,7 +45,7 @@ def _clipping(report: PrivacyReport) -> str:
     return f"{report.clipping}, {norm}, C from {report.max_grad_norm:g} to {report.clipping_threshold:.4g}"
 
 
-def _number(value: float | None) -> str | None:
+def _number(value: float | None, unit: str = "") -> str | None:
     if value is None:
         return None
-    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    return (f"{value:,}" if isinstance(value, int) else f"{value:.6g}") + unit
