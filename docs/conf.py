@@ -1,0 +1,80 @@
+"""The site: these Markdown pages, the README as its front page, an API reference from docstrings, and the tutorial,
+which is executed. ``make docs`` builds it; warnings are errors."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT))
+
+from lightning_lap2 import __version__  # noqa: E402
+
+project = "lightning-lap2"
+author = "The lightning-lap2 authors"
+copyright = author
+release = version = __version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx-mathjax-offline",  # copies MathJax into the site: nothing is fetched to read it
+]
+exclude_patterns = ["_build", "img", "results"]
+html_theme = "furo"
+html_title = "lightning-lap2"
+html_static_path: list[str] = []
+templates_path: list[str] = []
+
+# Markdown as GitHub shows it: $...$ and anchors of headings
+myst_enable_extensions = ["dollarmath", "amsmath"]
+myst_heading_anchors = 6
+myst_links_external_new_tab = False
+suppress_warnings = ["myst.header"]  # results.md and others skip a level of headings on purpose
+
+# the tutorial runs at every build
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 180
+nb_merge_streams = True
+
+# every reference must lead somewhere; what other packages define is not looked up, the build is offline
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|lightning|pl|L|np|numpy|npt|collections|pathlib|optional|trainer)\b.*"),
+]
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+
+def _front_page(app: Any, docname: str, source: list[str]) -> None:
+    """The README before the list of pages in index.md, its links seen from this folder."""
+    if docname != "index":
+        return
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    source[0] = re.sub(r"\]\(docs/", "](", re.sub(r"\]\((?!docs/|#|\w+:)", "](../", readme)) + "\n" + source[0]
+
+
+def _folders_are_no_files(app: Any, docname: str, source: list[str]) -> None:
+    """A link to a folder of the repository shows its text: files are copied into the site, folders are not."""
+
+    def plain(link: re.Match[str]) -> str:
+        return link[1] if (DOCS / link[2]).is_dir() else link[0]
+
+    source[0] = re.sub(r"\[([^][]+)\]\((\.\./[^)#]+)\)", plain, source[0])
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", _front_page)
+    app.connect("source-read", _folders_are_no_files)
