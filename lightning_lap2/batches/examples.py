@@ -58,6 +58,10 @@ class Examples:
             stop - start,
         )
 
+    def apart(self, start: int, stop: int) -> Examples:
+        """:meth:`rows` in memory of their own, so that what is known of it is known of these examples alone."""
+        return self.rows(start, stop).map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
     def shared(self) -> list[Any]:
         """The other leaves for code that runs all examples at once: a value that is the same for all of them as it is,
         else an :class:`Untouchable`."""
@@ -127,12 +131,14 @@ class ExampleBatch:
     Attributes:
         groups: the examples.
         order: for each group the places of its examples in the draw.
+        lost: places of examples that could not be read, and count as if their gradient were zero.
     """
 
-    __slots__ = ("groups", "order")
+    __slots__ = ("groups", "lost", "order")
 
-    def __init__(self, groups: Sequence[Examples], order: Sequence[Sequence[int]]) -> None:
+    def __init__(self, groups: Sequence[Examples], order: Sequence[Sequence[int]], lost: Sequence[int] = ()) -> None:
         self.groups, self.order = tuple(groups), tuple(tuple(places) for places in order)
+        self.lost = tuple(lost)
 
     @classmethod
     def of(cls, batches: Iterable[Any]) -> ExampleBatch:
@@ -146,10 +152,14 @@ class ExampleBatch:
             groups[key].add(place, flat)
         return cls([group.examples() for group in groups.values()], [group.places for group in groups.values()])
 
+    def placed(self, places: Sequence[int], lost: Sequence[int]) -> ExampleBatch:
+        """The same examples at other places of a draw, of which ``lost`` are without an example."""
+        return ExampleBatch(self.groups, [[places[k] for k in group] for group in self.order], lost)
+
     @property
     def count(self) -> int:
-        """Examples in all groups."""
-        return sum(group.count for group in self.groups)
+        """Examples in all groups, and those that were lost."""
+        return sum(group.count for group in self.groups) + len(self.lost)
 
     def __iter__(self) -> Iterator[Examples]:
         return iter(self.groups)
@@ -162,7 +172,7 @@ class ExampleBatch:
         raise IndexError(place)
 
     def map(self, function: Callable[[Any], Any]) -> ExampleBatch:
-        return ExampleBatch([group.map(function) for group in self.groups], self.order)
+        return ExampleBatch([group.map(function) for group in self.groups], self.order, self.lost)
 
     def to(self, *args: Any, **options: Any) -> ExampleBatch:
         """Every leaf that has ``to`` moved by it."""
@@ -174,9 +184,12 @@ class ExampleBatch:
     def joined(self) -> Any:
         """One batch of all examples, in their order, for code that only looks on. Tensors of unlike shapes are filled up
         with zeros at their ends; examples of unlike containers come as a list of one batch for each kind."""
+        if not self.groups:
+            return None
         if len(self.groups) == 1:
             return self.groups[0].joined()
-        flats = [flatten(self.example(place)) for place in range(self.count)]
+        places = sorted(place for group in self.order for place in group)
+        flats = [flatten(self.example(place)) for place in places]
         if any(flat.signature != flats[0].signature for flat in flats):
             return [group.joined() for group in self.groups]
         columns = zip(*(flat.tensors for flat in flats), strict=True)
@@ -186,7 +199,7 @@ class ExampleBatch:
             return [group.joined() for group in self.groups]
         tensors = [_padded(column) for column in columns]
         others = [list(values) for values in zip(*(flat.others for flat in flats), strict=True)]
-        return Examples(bare(flats[0].skeleton), tensors, others, flats[0].paths, self.count).joined()
+        return Examples(bare(flats[0].skeleton), tensors, others, flats[0].paths, len(flats)).joined()
 
 
 def _padded(tensors: Sequence[Tensor]) -> Tensor:

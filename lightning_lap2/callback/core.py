@@ -54,6 +54,7 @@ class Lap2Core:
         target_quantile: float | None = None,
         clip_learning_rate: float | None = None,
         count_noise_scale: float | None = None,
+        on_record_error: Literal["raise", "zero"] = "raise",
     ) -> None:
         super().__init__()
         self.settings = Settings(
@@ -75,6 +76,7 @@ class Lap2Core:
             target_quantile=target_quantile,
             clip_learning_rate=clip_learning_rate,
             count_noise_scale=count_noise_scale,
+            on_record_error=on_record_error,
         )
         self._ledger = Ledger(self.settings)
         self._session: FitSession | None = None

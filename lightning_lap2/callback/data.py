@@ -53,6 +53,7 @@ class TrainingData:
     Args:
         loader: what Lightning would have trained on, after its own sampler injection.
         limit: ``Trainer(limit_train_batches)``.
+        skip_errors: a record that cannot be read counts as one without a gradient.
         views: rows per example in a batch; no number of :class:`DataFacts` depends on it.
 
     Raises:
@@ -70,8 +71,9 @@ class TrainingData:
         world_size: int,
         seed: int | None,
         views: int = 1,
+        skip_errors: bool = False,
     ) -> None:
-        self._accumulate, self.views = accumulate, views
+        self._accumulate, self.views, self._skip_errors = accumulate, views, skip_errors
         self.sampler: PoissonBatchSampler | RecordedBatchSampler | None
         if sampling == "poisson":
             check_loader(loader)
@@ -86,7 +88,7 @@ class TrainingData:
                 seed=seed,
                 views=views,
             )
-            self.loader: Any = ExampleLoader(loader, self.sampler, views=views)
+            self.loader: Any = ExampleLoader(loader, self.sampler, views=views, skip_errors=skip_errors)
             self.facts = DataFacts(
                 num_examples=len(loader.dataset),
                 expected_batch_size=self.sampler.expected_batch_size,
@@ -120,7 +122,8 @@ class TrainingData:
             self.sampler = RecordedBatchSampler(
                 loader.batch_sampler, accumulate=self._accumulate, views=self.views, seed=seed, rank=rank
             )
-            self.loader, length = ExampleLoader(loader, self.sampler, views=self.views), len(loader)
+            self.loader = ExampleLoader(loader, self.sampler, views=self.views, skip_errors=self._skip_errors)
+            length = len(loader)
         expected = _batch_size(loader) * self._accumulate * world_size
         self._batches = _limited(length, limit)
         self.facts = DataFacts(

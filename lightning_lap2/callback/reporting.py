@@ -81,6 +81,11 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
             )
     if facts.get("fast_dev_run"):
         found.append("fast_dev_run: a trial run, charged like any other.")
+    if settings.on_record_error == "zero":
+        found.append(
+            "on_record_error='zero': a record that cannot be read, or on which the step raises, counts as one without a "
+            "gradient, and nothing says how many did"
+        )
     return [*found, *ledger.caveats, *facts.get("caveats", ()), *GENERAL_CAVEATS]
 
 

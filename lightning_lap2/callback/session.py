@@ -171,6 +171,7 @@ class FitSession:
             world_size=trainer.world_size,
             seed=self.settings.noise_seed,
             views=self.settings.augmentations,
+            skip_errors=self.settings.on_record_error == "zero",
         )
         if self.plan is not None and data.facts != self.facts:
             raise UnsupportedSettingError(
@@ -403,14 +404,15 @@ class FitSession:
     def _try_step(self) -> None:
         """A few records through the step, which explains; see :mod:`~lightning_lap2.gradients.trial`."""
         assert self.data is not None
-        found = peek(self.data.source, _TRIAL_RECORDS, self.settings.augmentations)
+        skip = self.settings.on_record_error == "zero"
+        found = peek(self.data.source, _TRIAL_RECORDS, self.settings.augmentations, skip_errors=skip)
         if found is None:
             self.trial = Trial(("the step was not tried before training: a stream has no records to look at twice",))
             return
         examples, plain = found
         examples = self.delivery.moved(examples)
         arguments = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), examples, 0)
-        call = self._call(tuple(arguments.values()), examples.count)
+        call = self._call(tuple(arguments.values()), examples.count - len(examples.lost))
         with muted_loggers(self.trainer, self.pl), self._user_code():
             if plain is not None:
                 plain = (self.delivery.plain(plain), *call.args[1:])
@@ -430,7 +432,12 @@ class FitSession:
 
     def _call(self, args: tuple[Any, ...], count: int, key: bytes | None = None) -> StepCall:
         return StepCall(
-            args, count, self.trainer.precision_plugin.train_step_context, prepare=self.delivery.prepare, key=key
+            args,
+            count,
+            self.trainer.precision_plugin.train_step_context,
+            prepare=self.delivery.prepare,
+            key=key,
+            skip_errors=self.settings.on_record_error == "zero",
         )
 
     def open_journal(self) -> None:

@@ -14,6 +14,7 @@ from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.contraction import add_clipped_sum
 from lightning_lap2.gradients.engine import Engine
+from lightning_lap2.gradients.marks import Marks
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.runner import Traced, UserStep
 
@@ -30,8 +31,9 @@ class LoopEngine(Engine):
         own = total if total is None or examples.count == 1 else torch.zeros_like(total)
         traced = []
         for index in range(examples.count):
-            with step.tracing(together=False):
-                loss, carried = step(examples.example(index))
+            one = examples.apart(index, index + 1)
+            with step.tracing(together=False), Marks(one.tensors, vmapped=False):
+                loss, carried = step(one.example(0))
             if loss.requires_grad and own is not None:
                 gradients = step.revised(index, _gradients(loss, layout))
                 add_clipped_sum(gradients, layout, clipper, own)

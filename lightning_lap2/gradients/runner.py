@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,6 +68,12 @@ class UserStep:
         self.module, self.call, self._places = module, call, places
         self._recorder, self._guard, self._forward = recorder, guard, forward
         self._entropy, self._device = entropy, device
+
+    def at(self, index: int) -> UserStep:
+        """The step for one of the examples."""
+        alone = copy.copy(self)
+        alone._places = self._places[index : index + 1]
+        return alone
 
     @property
     def trace(self) -> Trace:
@@ -182,6 +189,8 @@ class StepRunner:
             guard.undo()
             raise
         guard.close()
+        if not traced:
+            return None
         return Replay([t.trace for t in traced], [t.tensors for t in traced], call.count).run()
 
     def _group(
@@ -202,6 +211,22 @@ class StepRunner:
                 self._first[group.key] = number
                 step.forget()
                 continue
+            except Exception:
+                if step.call.skip_errors and self.used:  # a step that has never run is not one example's fault
+                    return self._one_by_one(group, step, layout, clipper, total)
+                raise
             if engine.name not in self.used:
                 self.used.append(engine.name)
             return found
+
+    def _one_by_one(
+        self, group: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
+    ) -> list[Traced]:
+        """Every example by itself; one on which the user's code raises adds nothing and logs nothing."""
+        step.forget()
+        if group.count == 1:
+            return []
+        found = []
+        for index in range(group.count):
+            found += self._group(group.apart(index, index + 1), step.at(index), layout, clipper, total)
+        return found

@@ -34,6 +34,7 @@ class StepCall:
             place of the gradients ``[b, *shape]`` (one tensor per parameter) of the examples drawn at ``places``.
         key: entropy for the generators that the user's code draws from, for runs that must be repeatable; ``None``: the
             operating system's.
+        skip_errors: an example on which the user's code raises adds nothing, instead of ending the fit.
     """
 
     args: tuple[Any, ...]
@@ -43,6 +44,7 @@ class StepCall:
     prepare: Callable[[Any], Any] = field(default=_as_it_is)
     revise: Revise | None = None
     key: bytes | None = None
+    skip_errors: bool = False
 
     @property
     def examples(self) -> ExampleBatch:

@@ -18,9 +18,11 @@ from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.contraction import add_clipped_sum
 from lightning_lap2.gradients.engine import Engine
+from lightning_lap2.gradients.marks import Marks
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.runner import Traced, UserStep
 from lightning_lap2.gradients.tracing import explain, refuse_layers, way_through
+from lightning_lap2.gradients.whole_batch import seen_by_rules_refused
 
 # glibc serves blocks below this from memory it keeps; larger ones are new pages each time, which must be cleared
 KEPT_BLOCK = 2**25 - 2**16
@@ -81,7 +83,8 @@ class VmapEngine(Engine):
         own = total if total is None or examples.count <= chunk else torch.zeros_like(total)
         with way_through(self.module, layout.device):
             for start in range(0, examples.count, chunk):
-                gradients, found = self._chunk(examples.rows(start, start + chunk), step, names, layout)
+                part = examples if chunk >= examples.count else examples.apart(start, start + chunk)
+                gradients, found = self._chunk(part, step, names, layout)
                 traced.append(found)
                 if own is not None:
                     add_clipped_sum(step.revised(start, gradients), layout, clipper, own)
@@ -110,7 +113,8 @@ class VmapEngine(Engine):
         in_dims = (None, *(0 for _ in examples.tensors))
         function = vmap(grad_and_value(loss_of, has_aux=True), in_dims=in_dims, randomness="different")
         try:
-            with step.tracing(together=True):
+            marks = Marks(examples.tensors, vmapped=True)
+            with step.tracing(together=True), marks, seen_by_rules_refused():
                 gradients, (_, carried) = function(tuple(p.detach() for p in layout.parameters), *examples.tensors)
         except (MemoryError, torch.OutOfMemoryError):
             raise

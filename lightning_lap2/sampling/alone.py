@@ -23,7 +23,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_lap2.batches import ExampleBatch, split_rows
@@ -77,6 +85,11 @@ def _plain(record: Any) -> bool:
     kind = type(record)
     if kind is torch.Tensor:
         return bool(record.layout is torch.strided and not record.is_nested)
+    if kind is tuple:
+        for value in record:
+            if not _plain(value):
+                return False
+        return bool(record)
     if isinstance(record, np.ndarray):
         return bool(record.dtype.kind in "biuf")
     if kind in (bool, int, float) or isinstance(record, np.generic):
@@ -88,6 +101,19 @@ def _plain(record: Any) -> bool:
     return False
 
 
+def _tensors_of(dataset: Any, indices: list[int]) -> list[torch.Tensor] | None:
+    """What ``default_collate`` makes of the records at ``indices`` of a ``TensorDataset`` (or torch's ``Subset`` of one), by
+    one indexing operation for each tensor: this code is known too. ``None`` for other data sets."""
+    chosen: Any = indices
+    while type(dataset) is Subset:
+        chosen = [dataset.indices[i] for i in chosen]
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or not all(type(t) is torch.Tensor for t in dataset.tensors):
+        return None
+    index = torch.tensor([int(i) for i in chosen])
+    return [tensor[index] for tensor in dataset.tensors]
+
+
 class RecordByRecord(Dataset[Any]):
     """A map-style data set whose batches are fetched and collated record by record.
 
@@ -95,10 +121,13 @@ class RecordByRecord(Dataset[Any]):
         dataset: the user's.
         collate_fn: the user's.
         views: how often each index stands in a batch, in a row.
+        skip_errors: a record whose fetch or collation raises is lost, instead of ending the fit.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], views: int = 1) -> None:
-        self.dataset = dataset
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any], views: int = 1, *, skip_errors: bool = False
+    ) -> None:
+        self.dataset, self._skip_errors = dataset, skip_errors
         self._collate = Collator(collate_fn, views)
         self._watch: FetchWatch | None = None
 
@@ -107,8 +136,33 @@ class RecordByRecord(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> ExampleBatch:
         """The examples of one loader batch; runs where the loader reads, in a worker or the main process."""
+        if self._collate.collate_fn is default_collate and (known := _tensors_of(self.dataset, indices)) is not None:
+            group = split_rows(known, self._collate.views)
+            return ExampleBatch([group], [range(group.count)])
         with private_generators(Entropy(getattr(indices, "key", None))):
+            return self._each(indices) if self._skip_errors else self._collate(self._fetch(indices))
+
+    def _each(self, indices: list[int]) -> ExampleBatch:
+        """The same, for one example after the other where one cannot be read."""
+        try:
             return self._collate(self._fetch(indices))
+        except IsolationError:
+            raise
+        except Exception:
+            views = self._collate.views
+            found: list[Any] = []
+            places, lost = [], []
+            for place in range(len(indices) // views):
+                try:
+                    alone = self._collate(self._fetch(indices[place * views : (place + 1) * views])).example(0)
+                except IsolationError:
+                    raise
+                except Exception:
+                    lost.append(place)
+                else:
+                    found.append(alone)
+                    places.append(place)
+            return ExampleBatch.of(found).placed(places, lost)
 
     def _fetch(self, indices: list[int]) -> list[Any]:
         """What the data set gives for each example, each by a call of its own."""
@@ -118,9 +172,9 @@ class RecordByRecord(Dataset[Any]):
         fetched = []
         with self._watch.watching():
             for index in indices[::views]:
-                with self._watch.fetch():
-                    own = [index] * views
-                    fetched.append(together(own) if callable(together) else [self.dataset[i] for i in own])
+                self._watch.begin()
+                own = [index] * views
+                fetched.append(together(own) if callable(together) else [self.dataset[i] for i in own])
         return fetched
 
     def __getstate__(self) -> dict[str, Any]:
@@ -166,17 +220,13 @@ class FetchWatch:
                 kind.__getitem__ = self._watched(original)
             yield
         finally:
+            self._read = None
             for kind, original in originals.items():
                 kind.__getitem__ = original
 
-    @contextmanager
-    def fetch(self) -> Iterator[None]:
-        """Around the fetch of one record."""
+    def begin(self) -> None:
+        """Before the fetch of each record."""
         self._read = {}
-        try:
-            yield
-        finally:
-            self._read = None
 
     def _watched(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def getitem(dataset: Any, key: Any) -> Any:
@@ -237,9 +287,12 @@ class ExampleLoader(DataLoader[Any]):
         loader: the user's, for its settings.
         batch_sampler: what draws; ``None`` keeps a stream's own order.
         views: how often the sampler gives each index, in a row.
+        skip_errors: see :class:`RecordByRecord`; a stream's errors end the fit.
     """
 
-    def __init__(self, loader: DataLoader[Any], batch_sampler: Any, *, views: int = 1) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], batch_sampler: Any, *, views: int = 1, skip_errors: bool = False
+    ) -> None:
         dataset, settings = loader.dataset, worker_settings(loader)
         stream = isinstance(dataset, IterableDataset)
         settings |= (
@@ -249,7 +302,9 @@ class ExampleLoader(DataLoader[Any]):
         )
         super().__init__(dataset, collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn, **settings)
         self._inner: DataLoader[Any] = DataLoader(
-            StreamByRecord(dataset) if stream else RecordByRecord(dataset, loader.collate_fn, views),
+            StreamByRecord(dataset)
+            if stream
+            else RecordByRecord(dataset, loader.collate_fn, views, skip_errors=skip_errors),
             collate_fn=Collator(loader.collate_fn).of_stream if stream else _handed_on,
             worker_init_fn=_WorkerInit(loader.worker_init_fn),
             **settings,
@@ -282,6 +337,8 @@ class _Peek(RecordByRecord):
 
     def __getitems__(self, indices: list[int]) -> tuple[ExampleBatch, Any]:  # type: ignore[override]
         with private_generators(Entropy(None)):
+            if self._skip_errors:
+                return self._each(indices), None
             fetched = self._fetch(indices)
             try:
                 plain = self._collate.collate_fn([record for found in fetched for record in found])
@@ -290,7 +347,9 @@ class _Peek(RecordByRecord):
             return self._collate(fetched), plain
 
 
-def peek(loader: DataLoader[Any], count: int, views: int = 1) -> tuple[ExampleBatch, Any] | None:
+def peek(
+    loader: DataLoader[Any], count: int, views: int = 1, *, skip_errors: bool = False
+) -> tuple[ExampleBatch, Any] | None:
     """A few records spread over the data, read as training will read them (in a worker, if there are workers): the
     examples, and one batch of them all as plain training would make it, ``None`` where that fails.
 
@@ -308,7 +367,7 @@ def peek(loader: DataLoader[Any], count: int, views: int = 1) -> tuple[ExampleBa
     settings["num_workers"] = min(1, loader.num_workers)
     settings["generator"] = torch.Generator()  # the user's is not drawn from
     inside = DataLoader(
-        _Peek(dataset, loader.collate_fn, views),
+        _Peek(dataset, loader.collate_fn, views, skip_errors=skip_errors),
         batch_sampler=[indices],
         collate_fn=_handed_on,
         worker_init_fn=_WorkerInit(loader.worker_init_fn),

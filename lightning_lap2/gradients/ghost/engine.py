@@ -75,9 +75,7 @@ class GhostEngine(Engine):
         own = None if total is None else torch.zeros_like(total)
         traced = []
         for start in range(0, examples.count, chunk):
-            # in memory of its own, so that what escaped from an earlier chunk is known again
-            part = examples.rows(start, start + chunk).map(_copied)
-            traced.append(self._chunk(part, step, layout, clipper, own))
+            traced.append(self._chunk(examples.apart(start, start + chunk), step, layout, clipper, own))
         if total is not None and own is not None:
             total += own
         return traced
@@ -141,10 +139,6 @@ def _surroundings(module: nn.Module) -> Iterator[None]:
     layers = layers_of(module)
     with traceable(module), physical_calls(), plain_checkpoints(), seen_by_backward_refused(layers):
         yield
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 class _Parameters:
