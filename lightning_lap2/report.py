@@ -36,10 +36,13 @@ class PrivacyReport:
 
     Attributes:
         eps: the budget, in nats; ``inf`` for none.
-        epsilon: spent, in nats, at ``delta``: at most the true statement's epsilon under ``bound`` plus rounding up.
+        epsilon: what has been spent, in nats, at ``delta``; an upper bound under ``bound``.
         delta: the probability that goes with ``epsilon``.
-        mechanism, bound, sampling, clipping: as given to the callback.
+        mechanism: ``"laplace"``, ``"gaussian"`` or ``"laplace_l1"``.
+        bound: ``"tight"``, ``"joint"`` or ``"published"``, which is not valid.
         adjacency: what neighbouring data sets are: one example added or removed, or one zeroed out.
+        sampling: ``"poisson"`` or ``"none"``.
+        clipping: ``"flat"``, ``"automatic"``, ``"per_layer"`` or ``"adaptive"``.
         max_grad_norm: C, in units of the gradient; with adaptive clipping where C started.
         noise_multiplier: scale / C, without unit.
         scale: b of the Laplace noise or sigma of the Gaussian noise on the sum, in units of the gradient.
@@ -49,17 +52,21 @@ class PrivacyReport:
         dimension: n, trainable scalars.
         steps: releases made, over all fits that the ledger knows.
         planned_steps: releases that the latest fit planned; ``inf`` without a last step or budget.
-        best_order: Rényi order that gives the smallest epsilon by moments (lambda + 1 in the paper); ``None`` before
-            the first release.
-        engine, augmentations, precision, world_size: how gradients were computed; they do not enter epsilon.
-        noise_source, noise_seed: where randomness came from; ``None`` as a seed means the operating system's entropy.
-        reproducible: any release came from a seeded generator: then nothing is private from who knows the seed.
+        best_order: Rényi order that gives the smallest epsilon by moments (lambda + 1 in the paper).
+        engine: which engines computed gradients; it does not enter epsilon.
+        augmentations: views of each example.
+        noise_source: where the noise came from.
+        noise_seed: ``None`` for the operating system's entropy.
+        reproducible: any release came from a seeded generator: nothing is private from who knows the seed.
+        precision: of the Trainer.
+        world_size: number of processes.
         caveats: what the statement does not cover, the gravest first.
         versions: of this package and of those it computes with.
         clipping_threshold: of adaptive clipping, C after the last release, in units of the gradient.
-        target_quantile, clip_learning_rate, count_noise_scale: of adaptive clipping, as given or chosen.
-        epsilon_without_count: of adaptive clipping, what the same releases would have cost without their counts, in
-            nats.
+        target_quantile: of adaptive clipping, the fraction of gradients that C is to leave as they are.
+        clip_learning_rate: of adaptive clipping, how fast log C moves.
+        count_noise_scale: of adaptive clipping, the scale of the count's noise, in examples.
+        epsilon_without_count: of adaptive clipping, what the same releases would have cost without their counts.
 
     Example:
         >>> report = PrivacyReport.from_dict(

@@ -14,7 +14,18 @@ from lightning_lap2.report import GENERAL_CAVEATS, PrivacyReport
 
 
 def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> PrivacyReport:
-    """The report of a ledger; ``facts`` as the callback gathered them when its fit was planned."""
+    """The report of what a ledger has been charged.
+
+    Args:
+        settings: the callback's arguments.
+        ledger: releases and their epsilon, over all fits that it knows.
+        facts: sizes and choices as the callback gathered them when its latest fit was planned; empty before the first
+            fit, whose values are then ``None`` in the report.
+
+    Returns:
+        The report; its caveats are those that apply, the gravest first, :data:`~lightning_lap2.report.GENERAL_CAVEATS`
+        last. Epsilon is in nats, C and the noise scale in units of the gradient.
+    """
     multiplier = facts.get("noise_multiplier", settings.noise_multiplier)
     threshold = current_threshold(settings, ledger.clipping)
     adaptive = settings.clipping == "adaptive"
@@ -83,8 +94,8 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
         found.append("fast_dev_run: a trial run, charged like any other.")
     if settings.on_record_error == "zero":
         found.append(
-            "on_record_error='zero': a record that cannot be read, or on which the step raises, counts as one without a "
-            "gradient, and nothing says how many did"
+            "on_record_error='zero': a record that cannot be read, or on which the step raises, counts as one without "
+            "a gradient, and nothing says how many did"
         )
     return [*found, *ledger.caveats, *facts.get("caveats", ()), *GENERAL_CAVEATS]
 
