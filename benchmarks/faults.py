@@ -45,8 +45,8 @@ def bare_layer() -> Iterator[None]:
         def __init__(self, noise: Any) -> None:
             self.noise = noise
 
-        def add_(self, values: Any, scale: float, distribution: str, *, release: int) -> None:
-            self.noise.add_(values[sizes[0] :], scale, distribution, release=release)
+        def add_(self, values: Any, scale: float, distribution: str, **options: Any) -> None:
+            self.noise.add_(values[sizes[0] :], scale, distribution, **options)
 
     def partial(total: Any, *, noise: Any, **options: Any) -> None:
         release(total, noise=Skipping(noise), **options)

@@ -18,7 +18,8 @@ class Lap2Privacy(Lap2Core, pl.Callback):
     Args:
         eps: the budget; the spent epsilon never exceeds it. ``inf`` sets none (and needs a noise multiplier).
         delta: in (0, 1), and below 1/N.
-        max_grad_norm: C, the l2 norm that each example's gradient is clipped to; with adaptive clipping where C starts.
+        max_grad_norm: C, the l2 norm that each example's gradient is clipped to (with noise: a thousandth less, which
+            pays for rounding; docs/guarantee.md, section 11); with adaptive clipping where C starts.
         noise_multiplier: scale / C. ``None``: calibrated so that the planned run spends ``eps`` and no more. Given:
             training goes on until the budget is gone. ``0.0`` only with ``eps=inf``: no noise, no guarantee.
         mechanism: ``"laplace"``; ``"gaussian"`` (l2 clip) and ``"laplace_l1"`` (l1 clip) are baselines.
@@ -64,6 +65,9 @@ class Lap2Privacy(Lap2Core, pl.Callback):
     Logs ``privacy/epsilon`` every step (an upper bound of what is spent), with adaptive clipping
     ``privacy/max_grad_norm`` as well, and writes ``privacy_report.json`` and
     ``.md`` when training ends, however it ends.
+
+    What is spent belongs to the weights: a module that was trained privately is marked with its ledger, and a fit with
+    another callback goes on from there. Deep copies of a callback share its ledger.
 
     Example::
 

@@ -11,10 +11,9 @@ from decimal import ROUND_CEILING, Context
 from pathlib import Path
 from typing import Any, Literal
 
-JSON_NAME = "privacy_report.json"
-MARKDOWN_NAME = "privacy_report.md"
+NAME = "privacy_report"
 
-Standing = Literal["guarantee", "nothing", "reproducible", "invalid", "infinite"]
+Standing = Literal["guarantee", "nothing", "untrained", "reproducible", "invalid", "infinite"]
 
 GENERAL_CAVEATS = (
     "The training loss and every metric logged from training_step are computed from the data without noise; they "
@@ -22,8 +21,6 @@ GENERAL_CAVEATS = (
     "Validation, checkpoint selection, early stopping and hyperparameter search on private data are not covered.",
     "The guarantee is for one example of the data set (not for a user with several, not for replacing one), and "
     "takes the number of examples and the batch size as public.",
-    "The proof is in real arithmetic, the outputs are floating point numbers: whoever knows all other records to the "
-    "last bit and sees exact released sums can learn more than epsilon says (docs/guarantee.md, section 11).",
 )
 """What no run's guarantee covers, the gravest first; a run's own caveats stand before them."""
 
@@ -62,11 +59,13 @@ class PrivacyReport:
         world_size: number of processes.
         caveats: what the statement does not cover, the gravest first.
         versions: of this package and of those it computes with.
+        rounding_margin: share of C that gradients are clipped below it, for what floating point adds.
         clipping_threshold: of adaptive clipping, C after the last release, in units of the gradient.
         target_quantile: of adaptive clipping, the fraction of gradients that C is to leave as they are.
         clip_learning_rate: of adaptive clipping, how fast log C moves.
         count_noise_scale: of adaptive clipping, the scale of the count's noise, in examples.
         epsilon_without_count: of adaptive clipping, what the same releases would have cost without their counts.
+        run: the part of the names of the run's journal and report that no other run has; ``None`` without a journal.
 
     Example:
         >>> report = PrivacyReport.from_dict(
@@ -109,11 +108,13 @@ of a budget of 3.
     world_size: int | None
     caveats: tuple[str, ...]
     versions: dict[str, str]
+    rounding_margin: float | None = None
     clipping_threshold: float | None = None
     target_quantile: float | None = None
     clip_learning_rate: float | None = None
     count_noise_scale: float | None = None
     epsilon_without_count: float | None = None
+    run: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python values; infinities as the string ``"inf"``, so that the JSON is standard."""
@@ -161,12 +162,12 @@ of a budget of 3.
 
     @property
     def standing(self) -> Standing:
-        """What the numbers amount to: ``"guarantee"``; ``"nothing"`` released; or why they are none, the worst first:
-        ``"infinite"`` epsilon, an ``"invalid"`` bound, ``"reproducible"`` noise."""
+        """What the numbers amount to: ``"guarantee"``; ``"nothing"`` released, or ``"untrained"``; or why they are
+        none, the worst first: ``"infinite"`` epsilon, an ``"invalid"`` bound, ``"reproducible"`` noise."""
         if math.isinf(self.epsilon):
             return "infinite"
         if not self.steps:
-            return "nothing"
+            return "untrained" if self.planned_steps is None else "nothing"
         if self.bound == "published":
             return "invalid"
         return "reproducible" if self.reproducible else "guarantee"
@@ -183,6 +184,8 @@ of a budget of 3.
         verdicts: dict[Standing, str] = {
             "infinite": f"**No privacy guarantee**: epsilon is infinite after {self.steps} releases.",
             "nothing": "Nothing was released: epsilon = 0.",
+            "untrained": "This callback has not trained anything, so it knows of no releases. (A copy of it that "
+            "trained in another process has a ledger of its own.)",
             "invalid": f"**Not a valid guarantee.** The printed bound gives: {guarantee}.",
             "reproducible": f"**Not private: the noise is reproducible.** With secret noise the weights would be "
             f"{guarantee}.",
@@ -208,20 +211,28 @@ def rounded_up(value: float) -> str:
 
 
 def write_report(report: PrivacyReport, directory: Path, *, warn: Callable[[str], object]) -> None:
-    """Writes both files, each whole or not at all. A failure (a full disk) is a warning: training is over, and the
-    report can still be had from ``callback.report()``."""
+    """Writes JSON and Markdown: ``privacy_report.*``, the latest run's in this folder, and with a ``run``
+    ``privacy_report_<run>.*``, which no other run overwrites. Each file is whole or not there at all.
+
+    A failure (a full disk) is a warning: training is over, and the report can still be had from ``callback.report()``.
+    """
+    texts = {".json": json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n", ".md": str(report)}
+    stems = [NAME] if report.run is None else [NAME, f"{NAME}_{report.run}"]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, text in (
-            (JSON_NAME, json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"),
-            (MARKDOWN_NAME, str(report)),
-        ):
-            partial = directory / f"{name}.partial"
-            try:
-                partial.write_text(text, encoding="utf-8")
-                os.replace(partial, directory / name)
-            except OSError:
-                partial.unlink(missing_ok=True)
-                raise
+        for stem in stems:
+            for suffix, text in texts.items():
+                _replace(directory / f"{stem}{suffix}", text)
     except OSError as error:
-        warn(f"Lap2Privacy: the privacy report could not be written to {directory}: {error}")
+        warn(f"the privacy report could not be written to {directory}: {error}")
+
+
+def _replace(path: Path, text: str) -> None:
+    # of this process alone: another run may be writing the same report
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -33,6 +33,7 @@ from lightning_lap2.batches.generators import seeded_generators
 from lightning_lap2.callback.probe import Probe, Release
 from lightning_lap2.gradients import StepCall
 from lightning_lap2.mechanism import Norm
+from lightning_lap2.noise.grid import spacing
 from lightning_lap2.sampling import Part, rebuild_loader
 
 Null = Literal["absent", "zero"]
@@ -112,6 +113,8 @@ class _Run(Probe):
         drawn_at: releases in which each record was drawn.
         random: the step used one of the global random generators.
     """
+
+    cells = 2**30  # two releases with one noise are compared: finer than what is compared
 
     def __init__(self, record: int | None = None, null: Null = "absent", reference: _Run | None = None) -> None:
         self.record, self.null, self.reference = record, null, reference
@@ -217,12 +220,15 @@ def _compare(record: int, one: _Run, other: _Run, report: dict[str, Any], withou
         "logged epsilon": one.logged == other.logged,
     }
     changed += [name for name, equal in public.items() if not equal]
-    norm, unit = one.release.mechanism.norm, one.release.mechanism.max_grad_norm / one.release.normaliser
+    # C less its margin, which is for rounding and not for a gradient to use up
+    norm, unit = one.release.mechanism.norm, one.release.mechanism.clip_norm / one.release.normaliser
     drawn_at = one.drawn_at.get(record, set())
+    cell = spacing(one.release.mechanism.scale, one.cells) / one.release.normaliser
+    cells = cell * _length(torch.ones(one.release.layout.numel, dtype=torch.float64), norm) / unit
     moved, elsewhere, rounding = 0.0, 0.0, 0.0
     for number, (mine, theirs) in enumerate(zip(one.values, other.values, strict=False)):
         difference = _length(mine.double() - theirs.double(), norm) / unit
-        rounding = max(rounding, 4 * torch.finfo(mine.dtype).eps * _length(mine.double(), norm) / unit)
+        rounding = max(rounding, 4 * torch.finfo(mine.dtype).eps * _length(mine.double(), norm) / unit + cells)
         if number + _first_release(one) in drawn_at:
             moved = max(moved, difference)
         else:

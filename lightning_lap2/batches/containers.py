@@ -1,8 +1,8 @@
 """Containers of tensors: taken apart and put together again, whatever the user's batches are made of.
 
 At any depth: tuples, lists, named tuples, mappings (``dict``, ``defaultdict``, ``UserDict`` and so the Hugging Face
-``BatchEncoding``), dataclasses, attrs classes, and types given to :func:`register_batch_type`. Everything else is a leaf:
-a tensor, or a value that is handed on as it is (numbers, strings, arrays, objects of unknown classes).
+``BatchEncoding``), dataclasses, attrs classes, and types given to :func:`register_batch_type`. Everything else is a
+leaf: a tensor, or a value that is handed on as it is (numbers, strings, arrays, objects of unknown classes).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def register_batch_type(
 class Slot(NamedTuple):
     """Stands for a leaf in a skeleton: a tensor's or another value's place in its list."""
 
-    index: int
+    place: int
     tensor: bool
 
 
@@ -115,7 +115,7 @@ class Inner(NamedTuple):
 def rebuild(skeleton: Any, tensors: Sequence[Any], others: Sequence[Any]) -> Any:
     """The batch again, with ``tensors`` and ``others`` for its leaves."""
     if isinstance(skeleton, Slot):
-        return tensors[skeleton.index] if skeleton.tensor else others[skeleton.index]
+        return tensors[skeleton.place] if skeleton.tensor else others[skeleton.place]
     parts = {key: rebuild(child, tensors, others) for key, child in skeleton.parts.items()}
     return like(skeleton.like, parts)
 

@@ -1,7 +1,8 @@
 """Examples by the number: n of one structure and shape stacked, and a loader batch as a few such stacks.
 
-Which dimension of a tensor is the batch is never asked. Whatever ``collate_fn`` makes of one record alone is that example's
-batch, and examples whose batches have the same containers and shapes are stacked along a *new* leading dimension.
+Which dimension of a tensor is the batch is never asked. Whatever ``collate_fn`` makes of one record alone is that
+example's batch, and examples whose batches have the same containers and shapes are stacked along a *new* leading
+dimension.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Examples:
     """n examples of one structure and shape.
 
     Attributes:
-        tensors: for each tensor of an example's batch the stack ``[n, *shape]``. ``shape`` includes the example's own batch
-            dimension: an image is ``[n, 1, 3, 32, 32]``, K views of it ``[n, K, 3, 32, 32]``.
+        tensors: for each tensor of an example's batch the stack ``[n, *shape]``. ``shape`` includes the example's own
+            batch dimension: an image is ``[n, 1, 3, 32, 32]``, K views of it ``[n, K, 3, 32, 32]``.
         others: for each other leaf its n values.
         count: n, at least 1.
     """
@@ -57,6 +58,10 @@ class Examples:
             self._paths,
             stop - start,
         )
+
+    def with_tensors(self, tensors: Sequence[Any]) -> Examples:
+        """The same examples with other stacks."""
+        return Examples(self._skeleton, tensors, self.others, self._paths, self.count)
 
     def apart(self, start: int, stop: int) -> Examples:
         """:meth:`rows` in memory of their own, so that what is known of it is known of these examples alone."""
@@ -152,6 +157,21 @@ class ExampleBatch:
             groups[key].add(place, flat)
         return cls([group.examples() for group in groups.values()], [group.places for group in groups.values()])
 
+    def __reduce__(self) -> Any:
+        """From worker to trainer in few pieces: each tensor that is sent takes a file of shared memory."""
+        if len(self.groups) < 2:
+            return ExampleBatch, (self.groups, self.order, self.lost)
+        tensors = [t for group in self.groups for t in group.tensors]
+        packed = {dtype: torch.cat([t.reshape(-1) for t in tensors if t.dtype is dtype]) for dtype in _dtypes(tensors)}
+        bare_groups = [group.with_tensors([t.shape for t in group.tensors]) for group in self.groups]
+        return _unpacked, (
+            packed,
+            [[t.dtype for t in g.tensors] for g in self.groups],
+            bare_groups,
+            self.order,
+            self.lost,
+        )
+
     def placed(self, places: Sequence[int], lost: Sequence[int]) -> ExampleBatch:
         """The same examples at other places of a draw, of which ``lost`` are without an example."""
         return ExampleBatch(self.groups, [[places[k] for k in group] for group in self.order], lost)
@@ -182,8 +202,8 @@ class ExampleBatch:
         return self.map(lambda leaf: leaf.pin_memory(*args) if hasattr(leaf, "pin_memory") else leaf)
 
     def joined(self) -> Any:
-        """One batch of all examples, in their order, for code that only looks on. Tensors of unlike shapes are filled up
-        with zeros at their ends; examples of unlike containers come as a list of one batch for each kind."""
+        """One batch of all examples, in their order, for code that only looks on. Tensors of unlike shapes are filled
+        up with zeros at their ends; examples of unlike containers come as a list of one batch for each kind."""
         if not self.groups:
             return None
         if len(self.groups) == 1:
@@ -200,6 +220,27 @@ class ExampleBatch:
         tensors = [_padded(column) for column in columns]
         others = [list(values) for values in zip(*(flat.others for flat in flats), strict=True)]
         return Examples(bare(flats[0].skeleton), tensors, others, flats[0].paths, len(flats)).joined()
+
+
+def _dtypes(tensors: Sequence[Tensor]) -> list[torch.dtype]:
+    return list(dict.fromkeys(t.dtype for t in tensors))
+
+
+def _unpacked(
+    packed: dict[torch.dtype, Tensor], dtypes: list[list[torch.dtype]], groups: list[Examples], order: Any, lost: Any
+) -> ExampleBatch:
+    """The inverse of packing; each group in memory of its own again."""
+    taken = dict.fromkeys(packed, 0)
+
+    def take(dtype: torch.dtype, shape: Any) -> Tensor:
+        start, taken[dtype] = taken[dtype], taken[dtype] + shape.numel()
+        return packed[dtype][start : taken[dtype]].clone().view(shape)
+
+    whole = [
+        group.with_tensors([take(dtype, shape) for dtype, shape in zip(kinds, group.tensors, strict=True)])
+        for group, kinds in zip(groups, dtypes, strict=True)
+    ]
+    return ExampleBatch(whole, order, lost)
 
 
 def _padded(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,9 +1,9 @@
 """The random generators that users' code draws from, with secret seeds of their own while it runs.
 
 A record that joins a draw shifts the random numbers of those behind it. With secret, independent numbers that is
-harmless: couple each record's stream, and the others' contributions do not move. Under ``seed_everything(42)`` it is not:
-the numbers are known, and every later dropout mask of the step would move, up to 2 C for each example. So training draws
-from seeds of the operating system; ``seed_everything`` fixes weights and splits.
+harmless: couple each record's stream, and the others' contributions do not move. Under ``seed_everything(42)`` it is
+not: the numbers are known, and every later dropout mask of the step would move, up to 2 C for each example. So
+training draws from seeds of the operating system; ``seed_everything`` fixes weights and splits.
 """
 
 from __future__ import annotations

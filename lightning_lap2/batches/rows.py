@@ -1,7 +1,7 @@
 """A batch whose rows are known to be examples, split into them.
 
-For batches that torch's own ``default_collate`` made (whose code is known), and for callers who say so themselves: tests,
-benchmarks and measurements on public data. What such a batch may hold, in the containers of
+For batches that torch's own ``default_collate`` made (whose code is known), and for callers who say so themselves:
+tests, benchmarks and measurements on public data. What such a batch may hold, in the containers of
 :mod:`~lightning_lap2.batches.containers`:
 
 ==========================================  ==============================================================
@@ -31,8 +31,8 @@ def split_rows(batch: Any, views: int = 1) -> Examples:
     """The examples of a batch, each ``views`` consecutive rows of it; tensors are views of the batch's memory.
 
     Raises:
-        UnsupportedModelError: naming the path of a leaf whose leading dimension is not B or of an unknown class, or saying
-            that the batch holds nothing with rows.
+        UnsupportedModelError: naming the path of a leaf whose leading dimension is not B or of an unknown class, or
+            saying that the batch holds nothing with rows.
         ValueError: B is 0, or no multiple of ``views``.
     """
     return _Split(batch, views).examples()
@@ -64,9 +64,9 @@ class _Split:
         for path, size, kind in self._sizes[1:]:
             if size != self.count:
                 raise UnsupportedModelError(
-                    f"{path} is a {kind} of leading size {size}, but {first_path} has {self.count} rows. Each must have "
-                    "one entry per example, so that examples can be taken one at a time: transpose or pad it in the "
-                    "data set or collate_fn, or keep what is the same for all examples on the module or as a 0-dim "
+                    f"{path} is a {kind} of leading size {size}, but {first_path} has {self.count} rows. Each must "
+                    "have one entry per example, so that examples can be taken one at a time: transpose or pad it in "
+                    "the data set or collate_fn, or keep what is the same for all examples on the module or as a 0-dim "
                     "tensor"
                 )
 

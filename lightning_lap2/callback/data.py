@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,6 +18,7 @@ from lightning_lap2.sampling import (
     check_loader,
     provably_once,
 )
+from lightning_lap2.sampling.repeats import index_digest, refuse_repeating_stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class DataFacts:
         sample_rate: q = expected_batch_size / N under Poisson sampling, 1 otherwise.
         batches_per_epoch: loader batches per epoch and rank, ``inf`` if unknown.
         once_per_pass: each example is provably used at most once per pass (``sampling="none"``).
+        rows: which rows the data set picks of those in it, in short. Equal on all ranks, else each has a shard of its
+            own; from epoch to epoch it may change.
     """
 
     num_examples: int | None
@@ -37,6 +40,7 @@ class DataFacts:
     sample_rate: float
     batches_per_epoch: float
     once_per_pass: bool
+    rows: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +99,7 @@ class TrainingData:
                 sample_rate=self.sampler.sample_rate,
                 batches_per_epoch=self._batches,
                 once_per_pass=True,
+                rows=index_digest(loader.dataset),
             )
         else:
             self._keep_order(loader, limit=limit, rank=rank, world_size=world_size, seed=seed)
@@ -116,6 +121,7 @@ class TrainingData:
                     f"augmentations={self.views} asks the data set several times for one record, which an "
                     "IterableDataset cannot answer; use a map-style data set, or augmentations=1"
                 )
+            refuse_repeating_stream(loader)
             self.sampler, self.loader, length = None, ExampleLoader(loader, None), _length(loader)
         else:
             provably_once(loader, world_size)
@@ -132,6 +138,7 @@ class TrainingData:
             sample_rate=1.0,
             batches_per_epoch=self._batches,
             once_per_pass=not iterable,
+            rows=index_digest(loader.dataset),
         )
 
     def leave_out(self, absent: frozenset[int]) -> None:

@@ -1,8 +1,9 @@
 """A loader batch on its way from the loader to ``training_step``.
 
-The step gets the examples as they were delivered. Hooks that Lightning hands the batch to (``on_train_batch_start`` and the
-like) get one batch of them all to look at, a copy where a hook is not Lightning's own; what they write into it reaches
-nobody, so a hook that tries is refused by name. The user's batch transfer hooks run on one example at a time.
+The step gets the examples as they were delivered. Hooks that Lightning hands the batch to (``on_train_batch_start``
+and the like) get one batch of them all to look at, a copy where a hook is not Lightning's own; what they write into
+it reaches nobody, so a hook that tries is refused by name. The user's batch transfer hooks run on one example at a
+time.
 """
 
 from __future__ import annotations
@@ -100,9 +101,9 @@ class Delivery:
             a is not b or a._version != version for a, (b, version) in zip(now, self._before, strict=True)
         ):
             raise UnsupportedSettingError(
-                f"the batch was changed in a hook ({', '.join(self._onlookers()) or 'on_train_batch_start'}): hooks see "
-                "all examples together, so what they write would carry one record into another's gradient. Transform "
-                "each example by itself: in the data set, in on_after_batch_transfer, or in training_step"
+                f"the batch was changed in a hook ({', '.join(self._onlookers()) or 'on_train_batch_start'}): hooks "
+                "see all examples together, so what they write would carry one record into another's gradient. "
+                "Transform each example by itself: in the data set, in on_after_batch_transfer, or in training_step"
             )
         return examples
 

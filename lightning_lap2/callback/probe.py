@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_lap2.gradients import ParameterLayout, StepCall
 from lightning_lap2.gradients.trial import Trial
 from lightning_lap2.mechanism import Mechanism
+from lightning_lap2.noise.grid import CELLS
 from lightning_lap2.sampling import Part
 
 
@@ -44,10 +45,12 @@ class Probe:
             and the plan are those of the whole data, so this is the neighbouring data set of the same public N.
         trial: what an earlier fit of the same module and data found by trying the step; ``None`` lets this fit try it.
             Set by the fit.
+        cells: of the grid of the releases; see :class:`~lightning_lap2.noise.NoiseSource`.
     """
 
     absent: frozenset[int] = frozenset()
     trial: Trial | None = None
+    cells: int = CELLS
 
     def begin(self, release: Release) -> None:
         """The plan stands; no step is taken yet."""

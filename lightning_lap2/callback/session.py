@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from lightning_lap2.batches import ExampleBatch
-from lightning_lap2.callback import refusals
+from lightning_lap2.callback import marks, refusals
 from lightning_lap2.callback.adaptive import AdaptiveThreshold, dear_count
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
 from lightning_lap2.callback.delivery import Delivery, find_examples
 from lightning_lap2.callback.feedback import FeedbackWatch
 from lightning_lap2.callback.journal import local_path
-from lightning_lap2.callback.ledger import Ledger
+from lightning_lap2.callback.ledger import UNLINKED, Account, Ledger
 from lightning_lap2.callback.patches import Patches, muted_loggers
-from lightning_lap2.callback.plan import Horizon, Plan, horizon, make_plan, summary, terms_of
+from lightning_lap2.callback.plan import Horizon, Plan, changes, horizon, make_plan, summary, terms_of
 from lightning_lap2.callback.probe import Probe, Release
 from lightning_lap2.callback.releases import Releases, by_pass, specification
 from lightning_lap2.callback.resume import NO_JOURNAL, Resumed, accept_untracked, settle
@@ -37,6 +37,7 @@ from lightning_lap2.gradients import ParameterLayout, StepCall, StepRunner
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.gradients.trial import Trial, identical_views, try_step
 from lightning_lap2.noise import make_noise_source
+from lightning_lap2.noise.grid import CELLS
 from lightning_lap2.sampling import Part, peek
 
 # records that are looked at before training
@@ -55,14 +56,14 @@ class FitSession:
     def __init__(
         self,
         settings: Settings,
-        ledger: Ledger,
+        account: Account,
         trainer: Any,
         module: Any,
         pl: ModuleType,
         on_plan: Callable[[FitSession], None],
         probe: Probe | None = None,
     ) -> None:
-        self.settings, self.ledger, self.trainer, self.module, self.pl = settings, ledger, trainer, module, pl
+        self.settings, self.account, self.trainer, self.module, self.pl = settings, account, trainer, module, pl
         self._on_plan, self._probe = on_plan, probe
         self.resumed: Resumed | None = None
         self.checkpoint_seen = False
@@ -82,6 +83,11 @@ class FitSession:
         self._feedback: FeedbackWatch | None = None
         self._lost_warned = False
 
+    @property
+    def ledger(self) -> Ledger:
+        """What this fit is charged to: the callback's, the loaded checkpoint's or the module's."""
+        return self.account.ledger
+
     # -- patches --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -92,6 +98,7 @@ class FitSession:
         """
         refusals.check_trainer(self.trainer, self.pl)
         refusals.check_module(self.module)
+        marks.note_unknown_training(self.module, self.ledger)
         strategy, fit_loop = self.trainer.strategy, self.trainer.fit_loop
         process, setup, gather = strategy.process_dataloader, fit_loop.setup_data, strategy.all_gather
 
@@ -179,9 +186,11 @@ class FitSession:
                 f"{self.facts} became {data.facts}; N and the batch size are public constants of a run"
             )
         first = trainer.strategy.broadcast(data.facts)
-        if data.facts != first:
+        # on every rank: one that went on alone would wait for the others
+        if not trainer.strategy.reduce_boolean_decision((data.facts, data.facts.rows) == (first, first.rows)):
             raise UnsupportedSettingError(
-                f"rank {trainer.global_rank} trains on {data.facts}, rank 0 on {first}: one sampling rate and one "
+                f"the ranks train on different data (rank {trainer.global_rank} on {data.facts}, rank 0 on {first}): "
+                "one sampling rate and one "
                 "ledger hold for all ranks; give every rank the same whole data set and batch size (the draws are "
                 "shared out)"
             )
@@ -195,7 +204,21 @@ class FitSession:
     def _settle_ledger(self) -> None:
         if self.trainer.ckpt_path is not None and not self.checkpoint_seen:
             self.untracked_checkpoint()
+        if self.checkpoint_seen:  # the module's weights are the checkpoint's now
+            if branch := self.ledger.branched_off(marks.spent(self.module)):
+                self._warn(branch)
+        elif new := marks.adopt(self.module, self.account, self._restored):
+            self._say(
+                f"the module was trained privately before: its {new} releases are in the ledger from now on (weights "
+                "that have nothing to do with those belong into a new module)"
+            )
         settle(self.ledger, self.trainer, self._say, self._warn)
+
+    def _restored(self, state: Mapping[str, Any]) -> Ledger:
+        """The ledger of a module that came out of a pickle."""
+        ledger = Ledger(self.settings)
+        ledger.load_state_dict(state, of="the module's mark")
+        return ledger
 
     def untracked_checkpoint(self) -> None:
         """See :func:`~lightning_lap2.callback.resume.accept_untracked`."""
@@ -262,7 +285,11 @@ class FitSession:
         engines = [make_engine(name, self.module, chunk_size=settings.chunk_size) for name in settings.engines]
         self.runner = StepRunner(self.module, engines)
         noise = make_noise_source(
-            settings.noise_source, layout.device, seed=settings.noise_seed, rank=trainer.global_rank
+            settings.noise_source,
+            layout.device,
+            seed=settings.noise_seed,
+            rank=trainer.global_rank,
+            cells=CELLS if self._probe is None else self._probe.cells,
         )
         self.releases = Releases(
             settings,
@@ -280,13 +307,20 @@ class FitSession:
             probe=self._probe,
         )
         self.plan = plan  # from here on there is something to report
-        self.ledger.plan = summary(settings, terms, plan.end, plan.noise_multiplier)
+        self._note_plan(summary(settings, terms, plan.end, plan.noise_multiplier))
         self.ledger.reproducible |= settings.noise_seed is not None
         self.planned_steps = self._steps_for(plan, ahead)
         self._cap(progress.global_step, ahead)
         if self._probe is not None:
             self._begin_audit(self._probe)
         self._on_plan(self)
+
+    def _note_plan(self, plan: dict[str, Any]) -> None:
+        ledger = self.ledger
+        resumed = self.resumed is not None or self.trainer.global_step > 0
+        if ledger.releases and (words := changes(ledger.plan, plan, resumed=resumed)):
+            ledger.changes.append(f"from release {ledger.releases + 1} on: {words}")
+        ledger.plan = plan
 
     def _begin_audit(self, probe: Probe) -> None:
         assert self.facts is not None
@@ -442,8 +476,8 @@ class FitSession:
 
     def open_journal(self) -> None:
         """The write-ahead journal lies beside the logs, or the checkpoints."""
-        if self.trainer.is_global_zero:
-            self.ledger.open_journal(self.directory)
+        if self.trainer.is_global_zero and not self.ledger.open_journal(self.directory):
+            self._warn(UNLINKED)
 
     def before_checkpoint(self) -> None:
         """A checkpoint is about to be saved: from now on releases must be in a journal, wherever it lies."""
@@ -511,8 +545,8 @@ class FitSession:
     def check_trained(self) -> None:
         """
         Raises:
-            UnsupportedSettingError: a batch was fetched, and the step never ran on it. Which draws are released must not
-                depend on what they hold.
+            UnsupportedSettingError: a batch was fetched, and the step never ran on it. Which draws are released must
+                not depend on what they hold.
         """
         if self._part is not None:
             raise UnsupportedSettingError(

@@ -152,8 +152,8 @@ class Settings:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """The engines to try, in order. All show the step one example at a time; ``"auto"`` goes from the fastest to the
-        one that runs everything."""
+        """The engines to try, in order. All show the step one example at a time; ``"auto"`` goes from the fastest to
+        the one that runs everything."""
         if self.engine != "auto":
             return (self.engine,)
         if self.mechanism == "laplace_l1":  # ghost computes l2 norms

@@ -15,6 +15,7 @@ from lightning_lap2.report import GENERAL_CAVEATS, PrivacyReport, rounded_up
 _SEEN = {
     "guarantee": "Differentially private",
     "nothing": "Nothing was released",
+    "untrained": "Nothing was trained",
     "reproducible": "Not private: the noise is reproducible",
     "invalid": "Not a valid guarantee",
     "infinite": "No privacy guarantee",

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_lap2.finished.series import Series, read_series
-from lightning_lap2.report import JSON_NAME, PrivacyReport
+from lightning_lap2.report import NAME, PrivacyReport
 
+JSON_NAME = f"{NAME}.json"
 EPSILON, THRESHOLD = "privacy/epsilon", "privacy/max_grad_norm"
 
 
@@ -63,7 +64,7 @@ def _find_report(path: Path) -> Path:
     return found
 
 
-_PATTERN = "privacy_report*.json"
+_PATTERN = f"{NAME}*.json"
 
 
 def _latest(folder: Path) -> Path | None:

@@ -15,11 +15,11 @@ header, section { background:var(--paper); border:1px solid var(--line); border-
   margin-bottom:18px }
 header { border-top:6px solid var(--good) }
 header.infinite, header.invalid, header.reproducible { border-top-color:var(--bad) }
-header.nothing { border-top-color:var(--warn) }
+header.nothing, header.untrained { border-top-color:var(--warn) }
 .kicker { margin:0; color:var(--soft); font-size:13px; letter-spacing:.08em; text-transform:uppercase }
 h1 { margin:2px 0 8px; font-size:28px; line-height:1.2; color:var(--good) }
 .infinite h1, .invalid h1, .reproducible h1 { color:var(--bad) }
-.nothing h1 { color:var(--warn) }
+.nothing h1, .untrained h1 { color:var(--warn) }
 h2 { margin:0 0 10px; font-size:19px }
 h3 { margin:14px 0 4px; font-size:15px; color:var(--soft) }
 dl { display:flex; flex-wrap:wrap; gap:12px 40px; margin:18px 0 12px }

@@ -45,9 +45,9 @@ class Engine(ABC):
         run: an engine that raises leaves ``total`` as it was.
 
         ``grad_i`` is the gradient of the loss that ``training_step`` returns for the batch of example i alone; of its K
-        views where it has several. Norms are of exactly the gradient that is summed and accumulated in fp64; sums are in
-        ``total.dtype`` and never in TF32 or bf16; a non-finite example adds nothing. Where ``total`` has one entry more
-        than n, the clipper's count is added to it.
+        views where it has several. Norms are of exactly the gradient that is summed and accumulated in fp64; sums are
+        in ``total.dtype`` and never in TF32 or bf16; a non-finite example adds nothing. Where ``total`` has one entry
+        more than n, the clipper's count is added to it.
 
         Args:
             step: the user's step, for one example's batch, also inside ``vmap``; each pass over it in ``step.tracing``.

@@ -38,7 +38,7 @@ class LoopEngine(Engine):
                 gradients = step.revised(index, _gradients(loss, layout))
                 add_clipped_sum(gradients, layout, clipper, own)
             traced.append(Traced(step.trace, [t[None] for t in carried]))
-        if own is not total and total is not None:
+        if total is not None and own is not None and own is not total:
             total += own
         return traced
 

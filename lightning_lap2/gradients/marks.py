@@ -12,7 +12,7 @@ What leaves torch (``.item()``, ``.tolist()``, numpy) and comes back as numbers 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,9 @@ from lightning_lap2.gradients.physical import carries_batch, innermost, requires
 
 _generations = itertools.count(1)
 _MARK = "_lap2_generation"
+_SLICES = "_lap2_slices"
 _HOLDERS = (Tensor, list, tuple)
+_SELECT, _STACK = torch.ops.aten.select.int, torch.ops.aten.stack.default
 
 
 class Marks(TorchDispatchMode):
@@ -39,12 +41,16 @@ class Marks(TorchDispatchMode):
 
     Attributes:
         nodes: the autograd nodes whose outputs hold values of examples and were read by some operation.
+        slices: those among them whose outputs are of one example alone: where an operator has no batching rule,
+            ``vmap`` runs it for one example after the other.
     """
 
     def __init__(self, roots: Iterable[Tensor], *, vmapped: bool, graph: bool = False) -> None:
         super().__init__()
         self.generation = next(_generations)
         self.nodes: set[Any] = set()
+        self.slices: set[Any] = set()
+        self._slicing = False
         self._vmapped, self._graph = vmapped, graph
         for root in roots:
             setattr(_memory(root), _MARK, self.generation)
@@ -63,15 +69,21 @@ class Marks(TorchDispatchMode):
             read = [self._read(value) for value in args if isinstance(value, _HOLDERS)]
             out = func(*args)
         if True in read or (self._vmapped and _is_random(func)):
-            self._mark(out)
+            for tensor in _tensors(out):
+                setattr(_memory(tensor), _MARK, self.generation)
+            if self._graph:
+                self._follow_slices(func, args, out)
         return out
 
-    def _mark(self, value: Any) -> None:
-        if isinstance(value, Tensor):
-            setattr(_memory(value), _MARK, self.generation)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                self._mark(item)
+    def _follow_slices(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        """The user's ``select(0, ...)`` is ``select(1, ...)`` below ``vmap``: only ``vmap`` itself takes the examples
+        apart along dimension 0, and stacks what came out."""
+        if func is _SELECT and args[1] == 0:
+            self._slicing = True
+        elif not self._slicing or func is _STACK or not any(_is_slice(t) for t in _tensors(args)):
+            return
+        for tensor in _tensors(out):
+            vars(_memory(tensor)).setdefault(_SLICES, set()).add(_place(tensor))
 
     def _read(self, tensor: Any) -> bool:
         """Whether an operand carries examples; of a list, whether some entry does."""
@@ -82,12 +94,14 @@ class Marks(TorchDispatchMode):
             return False
         if mark != self.generation:
             raise IsolationError(
-                f"{line_now()} reads a tensor that an earlier call of training_step computed from examples and that was "
-                "kept outside the module (a global, a closure, a cache of a function): it would carry examples past the "
-                "clipping into a later loss. Keep nothing of the data between steps"
+                f"{line_now()} reads a tensor that an earlier call of training_step computed from examples and that "
+                "was kept outside the module (a global, a closure, a cache of a function): it would carry examples "
+                "past the clipping into a later loss. Keep nothing of the data between steps"
             )
         if self._graph and requires_grad(tensor):
             self.nodes.add(tensor.grad_fn)
+            if self._slicing and _is_slice(tensor):
+                self.slices.add(tensor.grad_fn)
         return True
 
     def __enter__(self) -> Marks:
@@ -111,6 +125,25 @@ def known_clean(tensor: Tensor) -> bool:
 def _memory(tensor: Tensor) -> Any:
     """What a mark is put on: the storage, which outlives views and is shared by them."""
     return tensor.untyped_storage() if tensor.layout is torch.strided else tensor
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _place(tensor: Tensor) -> Any:
+    """Which part of its memory a tensor is."""
+    if tensor.layout is not torch.strided:
+        return None
+    return tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def _is_slice(tensor: Tensor) -> bool:
+    return _place(tensor) in getattr(_memory(tensor), _SLICES, ())
 
 
 _random: dict[Any, bool] = {}

@@ -168,8 +168,8 @@ class StepRunner:
         left as they were.
 
         Raises:
-            UnsupportedModelError: no engine takes some group; by the last of them, naming the layer, line or setting and
-                what to use instead.
+            UnsupportedModelError: no engine takes some group; by the last of them, naming the layer, line or setting
+                and what to use instead.
         """
         refuse_layers(self.module, vmapped=False)
         batch = call.examples
@@ -177,7 +177,7 @@ class StepRunner:
             self._layout, self._first = layout, {}  # what an engine can do depends on what trains
         guard = AttributeGuard(self.module)
         entropy = Entropy(call.key)
-        traced: list[tuple[Sequence[int], Traced]] = []
+        traced: list[Traced] = []
         try:
             with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
                 for group, places in zip(batch.groups, batch.order, strict=True):

@@ -23,13 +23,15 @@ class StepCall:
     """One call of ``training_step(batch, batch_idx, ...)``.
 
     Attributes:
-        args: the arguments. ``args[0]`` holds the examples: an :class:`ExampleBatch`, or a batch whose rows are examples.
-        count: how many examples there are. 0 marks an empty draw: the batch is then a template of one record, run for its
-            log calls only; it must add nothing to the sum.
-        views: rows per example of a batch of rows, side by side: example i is rows ``i * views`` to ``(i + 1) * views - 1``.
+        args: the arguments. ``args[0]`` holds the examples: an :class:`ExampleBatch`, or a batch whose rows are
+            examples.
+        count: how many examples there are. 0 marks an empty draw: the batch is then a template of one record, run for
+            its log calls only; it must add nothing to the sum.
+        views: rows per example of a batch of rows, side by side: example i is rows ``i * views`` to ``(i + 1) * views
+            - 1``.
         context: entered around the user's step (autocast of the precision plugin).
-        prepare: from one example's batch to the step's first argument, inside ``vmap`` as well: the user's batch transfer
-            hooks, and the container that the loader was given in.
+        prepare: from one example's batch to the step's first argument, inside ``vmap`` as well: the user's batch
+            transfer hooks, and the container that the loader was given in.
         revise: ``None`` in training. An audit's ``revise(places, gradients)`` gives what is clipped and summed in
             place of the gradients ``[b, *shape]`` (one tensor per parameter) of the examples drawn at ``places``.
         key: entropy for the generators that the user's code draws from, for runs that must be repeatable; ``None``: the

@@ -89,7 +89,7 @@ class VmapEngine(Engine):
                 if own is not None:
                     add_clipped_sum(step.revised(start, gradients), layout, clipper, own)
                 del gradients
-        if own is not total and total is not None:
+        if total is not None and own is not None and own is not total:
             total += own
         return traced
 

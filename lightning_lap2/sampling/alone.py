@@ -8,8 +8,8 @@ of them finds: now and then, from some epoch on, where a rare record is among th
 * ``collate_fn`` of what that gave;
 * under random generators with secret seeds, see :mod:`~lightning_lap2.batches.generators`.
 
-Then examples of one shape are stacked, by code of ours. Torch's own ``default_collate`` on tensors and numbers is the one
-function that gets the whole draw: its code is known to make row i of record i.
+Then examples of one shape are stacked, by code of ours. Torch's own ``default_collate`` on tensors and numbers is the
+one function that gets the whole draw: its code is known to make row i of record i.
 
 What this cannot see is a data set that remembers: one that keeps earlier records in a cache and mixes them in later.
 A fetch *inside* a fetch (``self[j]`` in ``__getitem__``) is seen, and refused.
@@ -102,8 +102,8 @@ def _plain(record: Any) -> bool:
 
 
 def _tensors_of(dataset: Any, indices: list[int]) -> list[torch.Tensor] | None:
-    """What ``default_collate`` makes of the records at ``indices`` of a ``TensorDataset`` (or torch's ``Subset`` of one), by
-    one indexing operation for each tensor: this code is known too. ``None`` for other data sets."""
+    """What ``default_collate`` makes of the records at ``indices`` of a ``TensorDataset`` (or torch's ``Subset`` of
+    one), by one indexing operation for each tensor: this code is known too. ``None`` for other data sets."""
     chosen: Any = indices
     while type(dataset) is Subset:
         chosen = [dataset.indices[i] for i in chosen]
@@ -234,10 +234,10 @@ class FetchWatch:
                 before = self._read.setdefault(id(dataset), key)
                 if before is not key and not _equal(before, key):
                     raise IsolationError(
-                        f"{type(dataset).__name__}.__getitem__ was asked for two records while one was fetched (mixup or "
-                        "pairs in the data set, a retry with another index?): one record would reach another's "
-                        "gradient past the clipping. Make each record from what belongs to it, before training "
-                        "if need be; leave out unreadable records beforehand"
+                        f"{type(dataset).__name__}.__getitem__ was asked for two records while one was fetched "
+                        "(mixup or pairs in the data set, a retry with another index?): one record would reach "
+                        "another's gradient past the clipping. Make each record from what belongs to it, before "
+                        "training if need be; leave out unreadable records beforehand"
                     )
             return original(dataset, key)
 
@@ -302,7 +302,7 @@ class ExampleLoader(DataLoader[Any]):
         )
         super().__init__(dataset, collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn, **settings)
         self._inner: DataLoader[Any] = DataLoader(
-            StreamByRecord(dataset)
+            StreamByRecord(dataset)  # type: ignore[arg-type]
             if stream
             else RecordByRecord(dataset, loader.collate_fn, views, skip_errors=skip_errors),
             collate_fn=Collator(loader.collate_fn).of_stream if stream else _handed_on,
@@ -314,7 +314,7 @@ class ExampleLoader(DataLoader[Any]):
         return iter(self._inner)
 
 
-def _handed_on(batch: ExampleBatch) -> ExampleBatch:
+def _handed_on(batch: Any) -> Any:
     return batch
 
 
@@ -327,7 +327,8 @@ class _WorkerInit:
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         if info is not None:
-            object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo refuses to be assigned to
+            inside: Any = info.dataset
+            object.__setattr__(info, "dataset", inside.dataset)  # WorkerInfo refuses to be assigned to
         if self._init is not None:
             self._init(worker)
 

@@ -16,6 +16,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from lightning_lap2.sampling.repeats import refuse_repeats
+
 _PLAIN = "shuffle=True, shuffle=False or a DistributedSampler"
 _NONE = "declare sampling='none' (no amplification by sampling)"
 _LIGHTNING_HOMES = (
@@ -42,6 +44,7 @@ def check_loader(loader: object) -> None:
     """
     loader = _map_style(loader)
     size = _length(loader)
+    refuse_repeats(loader.dataset)
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler:
         raise TypeError(
@@ -106,6 +109,7 @@ def provably_once(loader: object, world_size: int) -> None:
     """
     known = _map_style(loader)
     _length(known)
+    refuse_repeats(known.dataset)
     batches = known.batch_sampler
     if type(batches) is not BatchSampler:
         reason: str | None = f"the batch_sampler is a {_name(batches)}, which may repeat examples"

@@ -32,7 +32,7 @@ class Watching(GradientProbe):
 
     def released(self, values: Tensor) -> None:
         y = values.double().numpy() * self.release.normaliser - self._others.numpy()
-        self.noise.append(y - self.directions.combine(C * self._times))
+        self.noise.append(y - self.directions.combine(self.release.mechanism.clip_norm * self._times))
         super().released(values)
 
 

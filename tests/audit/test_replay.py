@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lightning_lap2 import cli
-from lightning_lap2.accounting import MajorizedAccountant
+from lightning_lap2.accounting.routes.domination import Domination
 from lightning_lap2.audit.bench import Training
 from lightning_lap2.audit.neighbours import replay
 from lightning_lap2.audit.replay_result import Neighbour, ReplayResult
@@ -95,7 +94,7 @@ def test_sound_trainings_pass(
         sampling=sampling,
     )
     # seconds of accounting at every fit, which is not what is looked at here
-    with mock.patch.object(MajorizedAccountant, "_epsilon_by_domination", return_value=math.inf):
+    with mock.patch.object(Domination, "usable", return_value=False):
         try:
             result = replay(plan, records=2, steps=2)
         except UnsupportedModelError:  # a GRU under ghost, attention in bf16 under vmap
@@ -142,8 +141,8 @@ def divided_by_the_number_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def noise_from_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     add = AesNoise._add
 
-    def _add(self: Any, values: Tensor, scale: float, distribution: Any, release: int) -> None:
-        add(self, values, scale, distribution, release + int(abs(values).sum() * 1e9) % 1000)
+    def _add(self: Any, values: Tensor, scale: float, distribution: Any, release: int, last_factor: float) -> None:
+        add(self, values, scale, distribution, release + int(abs(values).sum() * 1e9) % 1000, last_factor)
 
     monkeypatch.setattr(AesNoise, "_add", _add)
 

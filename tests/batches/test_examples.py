@@ -97,9 +97,18 @@ def test_rows_moves_and_pickles() -> None:
     assert middle.key == batch.groups[0].key
     double = batch.to(torch.float64)
     assert double.example(3)["x"].dtype == torch.float64
-    again = pickle.loads(pickle.dumps(batch))
-    assert torch.equal(again.example(2)["x"], batch.example(2)["x"])
-    assert again.groups[0].key == batch.groups[0].key
+
+
+@pytest.mark.parametrize("lengths", [[2, 2, 2], [2, 3, 2, 5]])
+def test_batches_go_from_process_to_process_and_groups_keep_memory_of_their_own(lengths: list[int]) -> None:
+    batch = ExampleBatch.of(one(length, k) for k, length in enumerate(lengths))
+    again = pickle.loads(pickle.dumps(batch.placed([10, 11, 12, 13][: len(lengths)], [14])))
+    assert again.lost == (14,)
+    for k in range(len(lengths)):
+        assert torch.equal(again.example(10 + k)["x"], batch.example(k)["x"])
+        assert again.example(10 + k)["graph"].name == str(k)
+    assert [group.key for group in again] == [group.key for group in batch]
+    assert len({t.untyped_storage().data_ptr() for group in again for t in group.tensors}) == 2 * len(batch.groups)
 
 
 def test_a_kept_skeleton_holds_no_example() -> None:

@@ -111,4 +111,4 @@ def test_fresh_callback_has_spent_nothing() -> None:
     callback = Lap2Privacy(eps=1.0)
     assert callback.steps == 0
     assert callback.epsilon == 0.0
-    assert "Nothing was released" in str(callback.report())
+    assert "has not trained anything" in str(callback.report())

@@ -173,5 +173,5 @@ def test_vmap_never_runs_an_operation_that_ghost_has_a_rule_for_one_example_at_a
 
 
 def test_the_switch_of_the_fallback_works() -> None:
-    with physical.no_fallback(), pytest.raises(RuntimeError, match="batching rule"):
+    with physical.no_fallback(), pytest.raises(RuntimeError, match="vmap fallback"):
         vmap(lambda x: F.embedding_bag(x, torch.ones(3, 2)))(torch.zeros(2, 1, 2, dtype=torch.long))

@@ -1,9 +1,9 @@
 """How far one record moves the released sum, by brute force: two fits that differ in that record alone.
 
 Everything else is held equal: the other records' coins, the noise (same seed, taken off by the difference), the weights
-(learning rate 0), and the random numbers that the other records' code draws. The last holds because every draw takes all
-records in order and the record in question is the last: what comes before it is the same with and without it. (That the
-position of a record does not matter for the guarantee is what secret seeds are for.)
+(learning rate 0), and the random numbers that the other records' code draws. The last holds because every draw takes
+all records in order and the record in question is the last: what comes before it is the same with and without it.
+(That the position of a record does not matter for the guarantee is what secret seeds are for.)
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ EPOCHS = 3
 
 class Recorded(Probe):
     """Keeps each release; with ``absent`` the data without that record."""
+
+    cells = 2**30  # two releases with one noise are compared: finer than what is compared
 
     def __init__(self, absent: Sequence[int] = ()) -> None:
         self.absent = frozenset(absent)

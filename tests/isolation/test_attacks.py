@@ -103,7 +103,7 @@ class Counting(Rows):
 
     def __getitem__(self, index: int) -> Any:
         x, y = super().__getitem__(index)
-        return x * random.uniform(0.5, 1.5) + torch.randn(x.shape) * float(np.random.rand()), y
+        return x * random.uniform(0.5, 1.5) + torch.randn(x.shape) * float(np.random.rand()), y  # noqa: NPY002 (what users draw from)
 
 
 DATASETS = {
@@ -139,7 +139,7 @@ def standardise(records: list[Any]) -> Any:
 
 def numpy_mixup(records: list[Any]) -> Any:
     x, y = default_collate(records)
-    return (x + x.flip(0), y) if np.random.rand() < 0.4 else (x, y)
+    return (x + x.flip(0), y) if np.random.rand() < 0.4 else (x, y)  # noqa: NPY002
 
 
 def python_mixup(records: list[Any]) -> Any:
@@ -527,9 +527,9 @@ class ByBatchIndex(Plain):
 
 
 STEPS = [
-    Labelled, NanSwitchesOff, SometimesMixup, Permuted, Ramped, RareWeight, SoftmaxOverBatch, Centred, BatchSize, Largest,
-    Unique, Contrastive, Hardest, Cumulative, Distances, HandMadeNorm, FunctionalNorm, ByEpoch, OwnRule, Escaped, Remembers,
-    Centres, ByBatchIndex,
+    Labelled, NanSwitchesOff, SometimesMixup, Permuted, Ramped, RareWeight, SoftmaxOverBatch, Centred, BatchSize,
+    Largest, Unique, Contrastive, Hardest, Cumulative, Distances, HandMadeNorm, FunctionalNorm, ByEpoch, OwnRule,
+    Escaped, Remembers, Centres, ByBatchIndex,
 ]  # fmt: skip
 
 

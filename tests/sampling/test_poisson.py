@@ -151,8 +151,8 @@ def test_accumulation_with_a_ragged_end():
 
 
 def test_each_example_chooses_its_part_by_itself():
-    """Which other examples are drawn does not matter to it: dealt out by position, one more would move the others. The part
-    of an example is uniform, and independent of the number drawn."""
+    """Which other examples are drawn does not matter to it: dealt out by position, one more would move the others.
+    The part of an example is uniform, and independent of the number drawn."""
     sampler = PoissonBatchSampler(40, 10, 2, accumulate=2, seed=5)
     first, sizes = np.zeros(40), []
     times = 800

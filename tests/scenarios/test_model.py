@@ -262,8 +262,8 @@ def sentences() -> DataLoader:
 
 
 def test_token_weighted_loss_is_found_though_only_some_records_differ() -> None:
-    """A mean over tokens weights records unequally: a record's share changes with its batch mates. Every engine takes each
-    record's own mean, and the report says so."""
+    """A mean over tokens weights records unequally: a record's share changes with its batch mates. Every engine takes
+    each record's own mean, and the report says so."""
     callback = Lap2Privacy(eps=1.0)
     trainer(callback, max_epochs=1).fit(Language(by_hand=True), sentences())
     assert any("not the mean of its examples' gradients" in text for text in callback.report().caveats)

@@ -109,8 +109,8 @@ def test_tuner_searches(namespace: Namespace, search: str) -> None:
 
 
 def test_two_privacy_callbacks(namespace: Namespace) -> None:
-    # Lightning wants distinct state keys, as a subclass has
-    other = type("Another", (namespace.lap2,), {})(eps=1.0)
+    # with equal state keys Lightning refuses them itself
+    other = type("Another", (namespace.lap2,), {"state_key": "another"})(eps=1.0)
     refused(namespace, "2 Lap2Privacy callbacks", other)
 
 

@@ -99,6 +99,30 @@ def _layer_norm(original: Call) -> Call:
     return layer_norm
 
 
+def _over_rows(dims: int) -> Callable[[Call], Call]:
+    """A function of ``[N, C, *dims]`` or of ``[C, *dims]`` that takes each row by itself: convolutions and pools."""
+
+    def make(original: Call) -> Call:
+        def function(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if (
+                not is_batched(input)
+                or input.dim() not in (dims + 1, dims + 2)
+                or not _plain(*args, *kwargs.values())
+                or kwargs.get("return_indices")
+            ):
+                return original(input, *args, **kwargs)
+            with outside():
+                x = apart(input)
+                y = original(x if x.dim() == dims + 2 else x.flatten(0, 1), *args, **kwargs)
+                if x.dim() > dims + 2:
+                    y = y.unflatten(0, x.shape[:2])
+            return whole(y)
+
+        return function
+
+    return make
+
+
 def _group_norm(original: Call) -> Call:
     def group_norm(
         input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
@@ -152,6 +176,23 @@ def _einsum(original: Call) -> Call:
         return whole(y)
 
     return einsum
+
+
+def _embedding(original: Call) -> Call:
+    """For a table that was spread: torch's rule knows ``padding_idx`` in the first example's copy only."""
+
+    def embedding(
+        input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+    ) -> Tensor:  # fmt: skip
+        options = (max_norm, norm_type, scale_grad_by_freq, sparse)
+        if padding_idx is None or not is_batched(weight):
+            return original(input, weight, padding_idx, *options)
+        rows = original(input, weight, None, *options)
+        padded = (input == (padding_idx if padding_idx >= 0 else weight.shape[0] + padding_idx)).unsqueeze(-1)
+        return torch.where(padded, rows.detach(), rows)
+
+    return embedding
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -263,9 +304,13 @@ State = tuple[Tensor, ...]
 Weights = Sequence[Any]  # tensors, or None for a bias that a layer does not have
 
 
-def _like(x: Tensor, state: Tensor) -> Tensor:
-    """A state that no example went into (the zeros that layers start from), with the examples' dimension of ``x``."""
-    return state if is_batched(state) else state + x.new_zeros(state.shape)
+def _alike(given: Sequence[Tensor], weights: Sequence[Any]) -> list[Tensor] | None:
+    """Inputs and states, each with the examples' dimension: one that no example went into (the zeros that layers start
+    from, a learned first token) gets it. ``None`` where nothing differs between examples."""
+    template = next((t for t in (*given, *weights) if is_batched(t)), None)
+    if template is None:
+        return None
+    return [t if is_batched(t) else t + template.new_zeros(t.shape) for t in given]
 
 
 def _lstm(gates: Tensor, state: State, weights: Weights) -> State:
@@ -299,10 +344,13 @@ def _layers(cell: Callable[..., State], states: int) -> Callable[[Call], Call]:
     def make(original: Call) -> Call:
         def recurrent(*args: Any) -> Any:
             # packed: (data, batch_sizes, hx, ...); padded: (input, hx, params, biases, layers, dropout, ...)
-            if len(args) != 9 or not is_batched(args[0]):
+            if len(args) != 9:
                 return original(*args)
             x, hx, flat, biases, layers, dropout, train, both, batch_first = args
-            own = tuple(_like(x, state) for state in (hx if states == 2 else (hx,)))  # [layers directions, N, H]
+            alike = _alike((x, *hx) if states == 2 else (x, hx), flat)
+            if alike is None:
+                return original(*args)
+            x, *own = alike  # states: [layers directions, N, H]
             directions = 2 if both else 1
             per = len(flat) // (layers * directions)
             x = x.transpose(0, 1) if batch_first else x  # [T, N, I]
@@ -353,10 +401,10 @@ def _single(cell: Callable[..., State], states: int) -> Callable[[Call], Call]:
         def one(
             x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
         ) -> Any:
-            if not is_batched(x):
+            alike = _alike((x, *hx) if states == 2 else (x, hx), (w_ih, w_hh, b_ih, b_hh))
+            if alike is None:
                 return original(x, hx, w_ih, w_hh, b_ih, b_hh)
-            state = tuple(_like(x, part) for part in (hx if states == 2 else (hx,)))
-            found = cell(F.linear(x, w_ih, b_ih), state, (w_hh, b_hh))
+            found = cell(F.linear(alike[0], w_ih, b_ih), tuple(alike[1:]), (w_hh, b_hh))
             return found if states == 2 else found[0]
 
         return one
@@ -367,6 +415,10 @@ def _single(cell: Callable[..., State], states: int) -> Callable[[Call], Call]:
 _REPLACED: dict[Any, dict[str, Callable[[Call], Call]]] = {
     F: {
         "linear": _linear,
+        **{f"conv{n}d": _over_rows(n) for n in (1, 2, 3)},
+        **{f"conv_transpose{n}d": _over_rows(n) for n in (1, 2, 3)},
+        **{f"{kind}_pool{n}d": _over_rows(n) for kind in ("max", "avg", "adaptive_avg") for n in (1, 2, 3)},
+        "embedding": _embedding,
         "layer_norm": _layer_norm,
         "group_norm": _group_norm,
         "batch_norm": _batch_norm,

@@ -68,7 +68,11 @@ class GhostEngine(Engine):
                 'engine="ghost" holds no gradients of single examples, so a gradient canary cannot take part. '
                 'Use engine="vmap", or canaries that are records.'
             )
-        refuse_layers(self.module, vmapped=False)
+        for layer in refuse_layers(self.module, vmapped=False):
+            if isinstance(layer, nn.EmbeddingBag) and layer.sparse:
+                raise UnsupportedModelError(
+                    "EmbeddingBag has sparse=True, which engine='ghost' cannot run: use sparse=False, or engine='loop'"
+                )
         chunk = self.chunk_size or examples.count
         if chunk >= examples.count:
             return [self._chunk(examples, step, layout, clipper, total)]
@@ -106,7 +110,8 @@ class GhostEngine(Engine):
         """The losses of all examples; ``again``: with the random numbers of the last pass."""
         count, shared = examples.count, examples.shared()
         chosen = [k for k, p in enumerate(layout.parameters) if p in self._spread]
-        copies = [p.expand(count, *p.shape) for p in (layout.parameters[k] for k in chosen)]
+        # of memory of their own: a mark on the parameter's would outlast the step
+        copies = [p.clone().expand(count, *p.shape) for p in (layout.parameters[k] for k in chosen)]
         names = step.slot_names(layout) if chosen else []
 
         def loss_of(*tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -130,7 +135,7 @@ class GhostEngine(Engine):
                 explain(error, self.module, engine=self.name)
             raise
         spread = {copy.grad_fn for copy in copies}
-        return _Run(losses, marks.nodes, spread, Traced(step.trace, carried))
+        return _Run(losses, marks.nodes, marks.slices, spread, Traced(step.trace, carried))
 
 
 @contextmanager
@@ -167,13 +172,14 @@ class _Run:
 
     Attributes:
         losses: ``[B]``.
-        carrying: the graph's nodes that carry examples.
+        carrying, slices: the graph's nodes that carry examples, see :class:`Marks`.
         spread: those that gave parameters an examples' dimension.
         traced: what was recorded.
     """
 
     losses: Tensor
     carrying: set[Node]
+    slices: set[Node]
     spread: set[Node]
     traced: Traced
 
@@ -187,9 +193,9 @@ class _Run:
         if count == 1:
             return _single_example(loss, layout, dtype)
         carrying, self.losses = self.carrying | {self.losses.grad_fn, loss.grad_fn}, self.losses.detach()
-        self.carrying = set()
         index = {id(p): k for k, p in enumerate(layout.parameters)}
-        uses = Walk(index, count, carrying - self.spread, self.spread, RULES.__contains__).run(loss.grad_fn)
+        uses = Walk(index, count, carrying, self.slices, self.spread, RULES.__contains__).run(loss.grad_fn)
+        self.carrying, self.slices = set(), set()  # nodes hold what they saved
         del carrying
         collector = Collector(Scope(count, dtype), layout, uses)
         collector.backward(loss)

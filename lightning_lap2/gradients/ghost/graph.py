@@ -99,6 +99,7 @@ class Walk:
         index: from the ``id`` of a parameter to its number.
         rows: B.
         carrying: the nodes whose outputs carry examples.
+        slices: those among them whose outputs are of one example alone.
         spread: the nodes that gave parameters an examples' dimension before the forward pass.
         covered: whether there is a rule for an operation.
     """
@@ -106,6 +107,7 @@ class Walk:
     index: dict[int, int]
     rows: int
     carrying: Set[Node]
+    slices: Set[Node]
     spread: Set[Node]
     covered: Callable[[str], bool]
     derived: dict[Node, _Origin] = field(default_factory=dict)
@@ -183,6 +185,8 @@ class Walk:
     def _check(self, use: Use) -> None:
         if use.node in self.spread:
             return
+        if use.node in self.slices:
+            raise NotCovered(use.parameters, f"used by {use.name} for one example after the other")
         if not self.covered(use.name):
             raise NotCovered(use.parameters, f"used by {use.name}, for which there is no rule")
         if any(self.derived[d.node].widened for d in use.operands.values()):

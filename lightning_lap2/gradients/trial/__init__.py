@@ -1,4 +1,5 @@
-"""A trial of the user's step on a few records before any data is spent: it explains, the guarantee does not rest on it."""
+"""A trial of the user's step on a few records before any data is spent: it explains, the guarantee does not rest on
+it."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ SUMMED = (
 )
 DIFFERENT = (
     "the gradient of a batch is not the mean of its examples' gradients (a mean over tokens, class weights, pairs, "
-    "mixup or statistics of the batch?); privately each example's loss is computed from that example alone, so training "
-    "differs from plain training in this"
+    "mixup or statistics of the batch?); privately each example's loss is computed from that example alone, so "
+    "training differs from plain training in this"
 )
 
 
@@ -128,8 +128,8 @@ def _compare(
     size = float(whole.double().norm())
     if size > 0 and not bool(gradient.any()):
         raise UnsupportedModelError(
-            f"the loss of {type(module).__name__}.training_step has no gradient for any example alone, only for a batch "
-            "(a contrastive loss, pairs within the batch?): private training takes each example's gradient by "
+            f"the loss of {type(module).__name__}.training_step has no gradient for any example alone, only for a "
+            "batch (a contrastive loss, pairs within the batch?): private training takes each example's gradient by "
             "itself, so nothing would be learnt; use a loss of single examples, with several views in one record"
         )
     tolerance = _LOW_PRECISION if _low_precision(module, layout, call) else _TOLERANCE

@@ -140,6 +140,36 @@ def test_bf16_autocast_keeps_norms_and_sums_in_fp32() -> None:
         assert abs(only.double().norm() - 1) < 1e-6
 
 
+def test_autocast_inside_the_step() -> None:
+    """Casts lie between parameters and their uses; the sum is of exactly the gradients whose norms were taken."""
+    torch.manual_seed(0)
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patch, self.norm = nn.Conv1d(4, 16, 1), nn.LayerNorm(16)
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+            self.head, self.cls = nn.Linear(16, 3), nn.Parameter(torch.randn(1, 1, 16))
+
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+            x, y = batch
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.patch(x).transpose(1, 2)
+                x = self.norm(torch.cat([self.cls.expand(len(x), -1, -1).to(x.dtype), x], 1))
+                x = x + self.attention(x, x, x, need_weights=False)[0]
+                return F.cross_entropy(self.head(x[:, 0]), y)
+
+    module, batch = Cast(), (torch.randn(B, 4, 5), torch.randint(0, 3, (B,)))
+    layout = ParameterLayout(module)
+    reference = per_example(module, layout, batch)
+    for index in range(B):
+        total, clipper = layout.zeros(), Weights(torch.eye(B)[index])
+        GhostEngine(module).accumulate(StepCall((batch, 0), B), layout, clipper, total)
+        assert (total - reference[index]).norm() / reference[index].norm() < 0.03
+        norm = clipper.seen[:, index].norm()
+        torch.testing.assert_close(total.double().norm(), norm, rtol=1e-6, atol=0)
+
+
 def test_norms_of_cancelling_positions() -> None:
     """Positions whose contributions all but cancel: fp32 Gram matrices alone would lose the norm."""
     torch.manual_seed(0)

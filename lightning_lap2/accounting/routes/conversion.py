@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_lap2.accounting.moments import INFINITE, ORDER_LEVELS
+from lightning_lap2.accounting.routes.moments import INFINITE, ORDER_LEVELS
 
 Array = npt.NDArray[np.float64]
 Objective = Callable[[Array, Array], Array]
@@ -118,30 +118,3 @@ def _refine(curve: MomentCurve, objective: Objective, knots: Array, sampled: Arr
             minimum, order = float(value[i]), float(grid[i])
         low, high = float(grid[max(i - 1, 0)]), float(grid[min(i + 1, grid.size - 1)])
     return minimum, order
-
-
-def pure_step(rate: float, loss: float) -> float:
-    r"""log(1 + q (e^x - 1)), the pure epsilon of a sampled release whose l1 sensitivity is x noise scales."""
-    if loss < 1.0:
-        return math.log1p(rate * math.expm1(loss))
-    return loss + math.log(rate + (1.0 - rate) * math.exp(-loss))
-
-
-def pure_epsilon(pure: float, delta: float) -> float:
-    r"""Smallest epsilon at ``delta`` that follows from (pure, 0)-DP.
-
-    Randomised response with this parameter dominates, whose profile is
-    delta(eps) = (e^pure - e^eps) / (1 + e^pure), so eps = pure + log(1 - delta (1 + e^-pure)).
-    """
-    if delta == 0.0 or math.isinf(pure):
-        return pure
-    kept = 1.0 - delta * (1.0 + math.exp(-pure))
-    eps = pure + math.log(kept) if kept > 0.0 else 0.0
-    return min(pure, max(0.0, eps * (1.0 + 4e-16)))  # rounded up
-
-
-def pure_delta(pure: float, eps: float) -> float:
-    """Smallest delta at ``eps`` that follows from (pure, 0)-DP; see :func:`pure_epsilon`."""
-    if math.isinf(pure):
-        return 1.0
-    return -math.expm1(eps - pure) / (1.0 + math.exp(-pure)) if eps < pure else 0.0

@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaln
 
-from lightning_lap2.accounting._majorant import log_kernel, majorant_nodes
 from lightning_lap2.accounting.release import Release, check_pair, make_release, warn_if_unsound
+from lightning_lap2.accounting.routes.kernel import log_kernel, majorant_nodes
 
 Array = npt.NDArray[np.float64]
 

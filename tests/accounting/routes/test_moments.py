@@ -12,9 +12,9 @@ from dp_accounting import GaussianDpEvent, LaplaceDpEvent
 from dp_accounting.rdp import RdpAccountant
 
 from lightning_lap2.accounting import UnsoundBoundWarning, log_moments
-from lightning_lap2.accounting._majorant import exp_remainder, log_kernel, majorant_nodes
-from lightning_lap2.accounting.moments import even_spread_table, level_log_moments, majorant_table
 from lightning_lap2.accounting.release import Release
+from lightning_lap2.accounting.routes.kernel import exp_remainder, log_kernel, majorant_nodes
+from lightning_lap2.accounting.routes.moments import even_spread_table, level_log_moments, majorant_table
 
 ORDERS = [2, 3, 5, 8, 20, 64]
 
@@ -173,7 +173,7 @@ def test_high_joint_orders_are_interpolated_from_above() -> None:
     high = level_log_moments(release, "laplace", "joint", 2)
     j = np.arange(1.0, 4097.0)
     table = np.concatenate([[0.0], majorant_table(j, release.blocks)])
-    from lightning_lap2.accounting.moments import ORDER_LEVELS, subsampled_log_moments
+    from lightning_lap2.accounting.routes.moments import ORDER_LEVELS, subsampled_log_moments
 
     exact = subsampled_log_moments(ORDER_LEVELS[2], table, 0.01)
     assert (high >= exact * (1.0 - 1e-12)).all()

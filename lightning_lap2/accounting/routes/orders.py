@@ -1,0 +1,87 @@
+"""The route by moments: Renyi orders, added over steps and converted."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_lap2.accounting.composition import Composition
+from lightning_lap2.accounting.routes.conversion import (
+    MomentCurve,
+    Objective,
+    epsilon_objective,
+    log_delta_objective,
+    minimise,
+)
+from lightning_lap2.accounting.routes.moments import (
+    INFINITE,
+    ORDER_LEVELS,
+    level_count,
+    level_log_moments,
+    real_table,
+)
+from lightning_lap2.accounting.routes.route import Sides
+
+Array = npt.NDArray[np.float64]
+
+
+class Orders:
+    """Upper bounds on epsilon and delta from the moments of the likelihood ratio; see :mod:`.conversion`.
+
+    Args:
+        composition: its noisy releases are accounted for.
+        plain: integer orders only, without the sharpenings.
+    """
+
+    def __init__(self, composition: Composition, *, plain: bool = False) -> None:
+        self._composition = composition
+        self._interpolate = not plain and composition.bound != "published"
+
+    def usable(self, delta: float) -> bool:
+        """Whether the moments say anything at ``delta``."""
+        return delta > 0.0
+
+    def epsilon(self, delta: float) -> Sides:
+        """Upper bound on epsilon at ``delta``, which :meth:`usable` accepted, the same in both directions (Lemma 1)."""
+        value = max(0.0, self._minimise(epsilon_objective(delta))[0])
+        return Sides(*[value if value < INFINITE else math.inf] * 2)
+
+    def delta(self, eps: float, rival: float = 1.0) -> Sides:
+        """Upper bound on delta at a finite ``eps``."""
+        return Sides(*[math.exp(min(0.0, self._minimise(log_delta_objective(min(eps, 1e100)))[0]))] * 2)
+
+    def best_order(self, delta: float) -> float:
+        """The order that gives the smallest epsilon; inf where every moment is infinite."""
+        return self._minimise(epsilon_objective(delta))[1]
+
+    def level(self, level: int) -> Array:
+        """A at every order of ``ORDER_LEVELS[level]``."""
+        return self._sum(level, sampled_only=False)
+
+    def _sum(self, level: int, sampled_only: bool) -> Array:
+        total = np.zeros(len(ORDER_LEVELS[level]))
+        mechanism, bound = self._composition.mechanism, self._composition.bound
+        for release, steps in self._composition.noisy:
+            if not (sampled_only and release.sample_rate == 1.0):
+                total += steps * level_log_moments(release, mechanism, bound, level)
+        return total
+
+    def _unsampled(self, orders: Array) -> Array:
+        total = np.zeros_like(orders)
+        for release, steps in self._composition.noisy:
+            if release.sample_rate == 1.0:
+                table = real_table(orders, release, self._composition.mechanism, self._composition.bound)
+                total += steps * table * (1.0 + 4e-15)
+        return total
+
+    def _minimise(self, objective: Objective) -> tuple[float, float]:
+        curve = MomentCurve(
+            level=self.level,
+            levels=level_count(self._composition.bound),
+            sampled=lambda level: self._sum(level, sampled_only=True),
+            unsampled=self._unsampled,
+            interpolate=self._interpolate,
+        )
+        return minimise(curve, objective)
