@@ -117,10 +117,11 @@ def check_module(module: Any, pl: ModuleType) -> None:
 
 
 def check_optimizers(optimizers: Iterable[Any], module: Any) -> None:
-    """Optimizers that step more than once per release, or on what the module does not hold.
+    """Optimizers that step more than once per release, on what the module does not hold, or that want gradients which
+    noise does not leave.
 
     Raises:
-        UnsupportedSettingError: LBFGS; a parameter that is not the module's.
+        UnsupportedSettingError: LBFGS, SparseAdam; a parameter that is not the module's.
     """
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
@@ -137,6 +138,11 @@ def check_optimizers(optimizers: Iterable[Any], module: Any) -> None:
             raise UnsupportedSettingError(
                 "the optimizer LBFGS calls its closure several times per step, each a release of its own; use SGD, "
                 "Adam, AdamW or another first-order optimizer"
+            )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise UnsupportedSettingError(
+                "the optimizer SparseAdam takes sparse gradients only, but noise falls on every row of a table: use Adam; "
+                "nn.Embedding(sparse=True) may stay"
             )
 
 

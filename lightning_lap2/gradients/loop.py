@@ -50,7 +50,7 @@ def _run(
     examples: Examples, index: int, step: UserStep, *, again: bool | bytes = False
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     one = examples.apart(index, index + 1)
-    with step.tracing(again=again), Marks(one.tensors, vmapped=False):
+    with step.tracing(together=False, again=again), Marks(one.roots, vmapped=False):
         return step(one.example(0))
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from lightning_lap2.errors import IsolationError, UnsupportedModelError
 from lightning_lap2.gradients.marks import known_clean
 from lightning_lap2.gradients.physical import innermost
-from lightning_lap2.gradients.recorder import Slot, Trace
+from lightning_lap2.gradients.recorder import Deferred, Slot, Trace
 from lightning_lap2.gradients.state.content import Content
 from lightning_lap2.gradients.state.provenance import Provenance
 from lightning_lap2.gradients.state.walk import (
@@ -46,6 +46,7 @@ from lightning_lap2.gradients.state.walk import (
     refill,
     walk,
 )
+from lightning_lap2.gradients.values import Number
 from lightning_lap2.gradients.withheld import Withheld
 
 _SHARED = (int, bool, type(None), type)  # one object serves every place that holds this value
@@ -203,6 +204,13 @@ class _Made:
     parts: dict[Any, Any]
 
 
+class _Later:
+    """Stands on the module for a value that is known once the recorded calls are made."""
+
+    def __init__(self, found: list[Any]) -> None:
+        self.found = found
+
+
 class StateGuard:
     """Watches a module's state over the calls of one batch.
 
@@ -218,6 +226,7 @@ class StateGuard:
         if not self._withheld:
             memory.remember(self._nodes)
         self._running = False
+        self._later: list[Any] = []
         self._contents = {
             (number, key): Content(value)
             for number, node in enumerate(self._nodes)
@@ -316,11 +325,11 @@ class StateGuard:
 
     # -- after the batch --------------------------------------------------------------------------------------------
 
-    def close(self, traces: Sequence[Trace], value_of: Callable[[Slot], Tensor]) -> None:
-        """After the batch: the module as one plain step would leave it.
+    def close(self, traces: Sequence[Trace], value_of: Callable[[Sequence[Any]], Any]) -> None:
+        """After the batch: the module as one plain step would leave it, but for values of metrics.
 
         Args:
-            value_of: the batch's value of a tensor that the traces carried out.
+            value_of: the batch's value of what each of the traces holds of it.
 
         Raises:
             UnsupportedModelError: a tensor was written in place, or examples differ in what they write; by attribute
@@ -341,9 +350,26 @@ class StateGuard:
             grew |= {(id(node.live), key): node.live for key in counted}
         self.memory.settle_counters(grew)
 
+    def settle(self, value_of: Callable[[Sequence[Any]], Any]) -> None:
+        """Once the recorded calls are made: gives values of metrics to the places that wait for them."""
+        for live in self._later:
+            for node in walk([("", live)]):
+                found = {k: value_of(v.found) for k, v in node.items.items() if isinstance(v, _Later)}
+                if not found:
+                    continue
+                if node.ordered:
+                    refill(node.live, [found.get(k, v) for k, v in node.items.items()])
+                else:
+                    for key, value in found.items():
+                        put(node.live, key, value)
+                for key, value in found.items():
+                    self.memory.keep_back(node.live, None if node.ordered else key, value)
+        self._later.clear()
+
     def _apply(
-        self, node: Node, shown: dict[Any, Any], writes: list[dict[Any, Any]], value_of: Callable[[Slot], Tensor]
-    ) -> list[Any]:
+        self, node: Node, shown: dict[Any, Any], writes: list[dict[Any, Any]],
+        value_of: Callable[[Sequence[Any]], Any],
+    ) -> list[Any]:  # fmt: skip
         """Gives one container what the calls wrote to it; ``shown``: what they found there.
 
         Returns:
@@ -351,6 +377,8 @@ class StateGuard:
         """
         counted: list[Any] = []
         memory, batch = self.memory, _Batch(node, value_of)
+        if any(_holds_deferred(v) for w in writes for v in w.values()):
+            self._later.append(node.live)
         if node.ordered:
             if any(w.keys() != writes[0].keys() for w in writes):
                 raise _differing(node.path)
@@ -396,6 +424,10 @@ class _Hold:
         self._seen: dict[int, Any] = {}
 
     def held(self, value: Any) -> Any:
+        if isinstance(value, Number):
+            return self._trace.hold(value)
+        if isinstance(value, Deferred):
+            return value
         of = kind(value)
         if of == "tensor":
             return _Constant(innermost(value).detach()) if known_clean(value) else self._slot(value)
@@ -420,7 +452,7 @@ class _Hold:
 class _Batch:
     """Puts together what the calls of a batch wrote to one container."""
 
-    def __init__(self, node: Node, value_of: Callable[[Slot], Tensor]) -> None:
+    def __init__(self, node: Node, value_of: Callable[[Sequence[Any]], Any]) -> None:
         self._node, self._value_of = node, value_of
 
     def value(self, found: list[Any], name: str | None = None) -> Any:
@@ -432,8 +464,13 @@ class _Batch:
         first, name = found[0], name or self._node.path
         if any(type(v) is not type(first) for v in found):
             raise _differing(name)
+        if isinstance(first, Deferred):
+            return _Later(found)
         if isinstance(first, Slot):
-            return self._value_of(first)
+            try:
+                return self._value_of(found)
+            except Unlike:
+                raise _differing(name) from None
         if isinstance(first, _Made):
             if any(v.parts.keys() != first.parts.keys() for v in found):
                 raise _differing(name)
@@ -447,6 +484,12 @@ class _Batch:
         if isinstance(first.value, int | float) and not isinstance(first.value, bool) and len(set(values)) > 1:
             return sum(values) / len(values)
         return first.value
+
+
+def _holds_deferred(value: Any) -> bool:
+    if isinstance(value, _Made):
+        return any(map(_holds_deferred, value.parts.values()))
+    return isinstance(value, Deferred)
 
 
 def _made(like: Any, parts: dict[Any, Any]) -> Any:
