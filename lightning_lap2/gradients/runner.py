@@ -185,7 +185,7 @@ class StepRunner:
             self._layout, self._first = layout, {}  # what an engine can do depends on what trains
         guard = AttributeGuard(self.module)
         entropy = Entropy(call.key)
-        traced: list[Traced] = []
+        traced: list[tuple[Sequence[int], Traced]] = []
         try:
             with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
                 for group, places in zip(batch.groups, batch.order, strict=True):
