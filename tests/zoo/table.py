@@ -65,8 +65,8 @@ that kind under the present one.
   metric as the loss do what they do in plain training; such a value cannot become a plain number or decide a branch. A
   call that only some examples make is left out, with one warning.
 * `.item()` gives a number that knows its values of all examples: log it, return it, compute with it. A condition,
-  `float()` or `int()` is given where all examples agree (so `assert not torch.isnan(loss)` costs nothing); where they do
-  not, `engine="auto"` goes on to `"loop"`, and an assertion that fails there ends the fit before the release.
+  `float()` or `int()` is given where all examples agree (so `assert not torch.isnan(loss)` costs nothing); where they
+  do not, `engine="auto"` goes on to `"loop"`, and an assertion that fails there ends the fit before the release.
 * `.squeeze()` without a dimension keeps the batch dimension, as it does among several examples.
 * A batch may hold tensors and anything else in tuples, lists, named tuples, dicts, dataclasses, attrs classes and
   `BatchEncoding`s. An object of another class (graph data, say), a boolean mask, a packed sequence, a gradient penalty
