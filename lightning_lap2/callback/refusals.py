@@ -141,8 +141,8 @@ def check_optimizers(optimizers: Iterable[Any], module: Any) -> None:
             )
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise UnsupportedSettingError(
-                "the optimizer SparseAdam takes sparse gradients only, but noise falls on every row of a table: use Adam; "
-                "nn.Embedding(sparse=True) may stay"
+                "the optimizer SparseAdam takes sparse gradients only, but noise falls on every row of a table: use "
+                "Adam; nn.Embedding(sparse=True) may stay"
             )
 
 

@@ -204,7 +204,7 @@ class StepRunner:
             self.memory = StateMemory(self.module)
         guard = StateGuard(self.memory)
         entropy = Entropy(call.key)
-        traced: list[Traced] = []
+        traced: list[tuple[Sequence[int], Traced]] = []
         try:
             with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
                 for group, places in zip(batch.groups, batch.order, strict=True):
