@@ -40,6 +40,10 @@ from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.values import Number
 
 
+class Unlike(Exception):
+    """Examples differ in a way that leaves no value for the batch."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """Stands for a tensor that the trace carries out.

@@ -20,15 +20,12 @@ from lightning_lap2.gradients.recorder import (
     MetricValue,
     Slot,
     Trace,
+    Unlike,
     leaves_of,
     map_leaves,
 )  # fmt: skip
 
 _SUM = ("sum", sum, torch.sum)
-
-
-class Unlike(Exception):
-    """Examples differ in a way that leaves no value for the batch."""
 
 
 class Replay:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from lightning_lap2.errors import IsolationError, UnsupportedModelError
 from lightning_lap2.gradients.marks import known_clean
 from lightning_lap2.gradients.physical import innermost
-from lightning_lap2.gradients.recorder import Deferred, Slot, Trace
+from lightning_lap2.gradients.recorder import Deferred, Slot, Trace, Unlike
 from lightning_lap2.gradients.state.content import Content
 from lightning_lap2.gradients.state.provenance import Provenance
 from lightning_lap2.gradients.state.walk import (
