@@ -65,8 +65,7 @@ def _check_repeatable(examples: Examples, step: UserStep, loss: Tensor, secret: 
         IsolationError: it has moved.
     """
     trace = step.trace
-    with torch.no_grad():
-        repeated, _ = _run(examples, 0, step, again=secret)
+    repeated, _ = _run(examples, 0, step, again=secret)  # with gradients: a step may take some of its own
     step.keep(trace)
     if not torch.allclose(repeated.detach(), loss, rtol=1e-3, atol=1e-6, equal_nan=True):
         raise IsolationError(

@@ -444,3 +444,33 @@ def test_reparametrised_layers_have_the_plain_gradient(name: str, kind: type[Eng
         total = layout.zeros()
         engine.accumulate(StepCall(((X, Y), 0), 5), layout, FlatClipper(float("inf")), total)
         assert torch.allclose(total / 5, expected, atol=1e-6)
+
+
+def test_a_metrics_value_that_is_kept_is_the_batchs() -> None:
+    """Known only once the recorded calls are made; what holds it is filled then."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(3, 2)
+            self.accuracy = torchmetrics.classification.MulticlassAccuracy(2, average="micro")
+            self.last, self.history = None, []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            scores = self.layer(x)
+            self.last = self.accuracy(scores, y) * 100
+            self.history.append({"accuracy": self.last})
+            return nn.functional.cross_entropy(scores, y)
+
+    x, y = torch.randn(8, 3), torch.arange(8) % 2
+    module = Keeps()
+    layout = ParameterLayout(module)
+    with torch.no_grad():
+        want = float((module.layer(x).argmax(1) == y).float().mean()) * 100
+    for count in (1, 2):
+        VmapEngine(module).accumulate(StepCall(((x, y), 0), 8), layout, FlatClipper(1.0), layout.zeros())
+        assert float(module.last) == pytest.approx(want)
+        assert [float(entry["accuracy"]) for entry in module.history] == pytest.approx([want] * count)
