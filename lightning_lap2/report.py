@@ -17,7 +17,7 @@ Standing = Literal["guarantee", "nothing", "untrained", "reproducible", "invalid
 
 GENERAL_CAVEATS = (
     "The training loss and every metric logged from training_step are computed from the data without noise; they "
-    "are not covered.",
+    "are not covered. A row whose loss is not finite has a gradient of zero, and is left out of logged means.",
     "Validation, checkpoint selection, early stopping and hyperparameter search on private data are not covered.",
     "The guarantee is for one example of the data set (not for a user with several, not for replacing one), and "
     "takes the number of examples and the batch size as public.",

@@ -61,6 +61,16 @@ def search(origin: Origin, releases: int, known: Known, folders: Iterable[Path])
     return _Search(known, tuple(folders)).run(origin, releases)
 
 
+@dataclass(frozen=True)
+class _Step:
+    """The releases of ``run`` numbered ``start`` and up; ``owed`` unless the run ended in order."""
+
+    path: Path
+    run: str
+    start: int
+    owed: bool
+
+
 class _Search:
     def __init__(self, known: Known, folders: tuple[Path, ...]) -> None:
         self._known, self._folders = known, folders
@@ -76,36 +86,46 @@ class _Search:
         self.found.known[origin.run] = (str(path), releases)
         if origin.noted and path.is_file() and not read(path, origin.run).seen:
             raise ValueError(f"{path} holds no releases of the run {origin.run} that this checkpoint belongs to")
-        self._visit(path, origin.run, releases, owed=True)
+        self._walk(_Step(path, origin.run, releases, owed=True))
         for run, (place, held) in self._known.items():
             if run not in self._seen and (ancestor := self._locate(run, (Path(place),))) is not None:
-                self._visit(ancestor, run, held, owed=False)
+                self._walk(_Step(ancestor, run, held, owed=False))
         return self.found
 
-    def _visit(self, path: Path, run: str, start: int, *, owed: bool) -> None:
-        """Releases of ``run`` numbered ``start`` and up, and those of the runs that went on from it."""
-        self._seen.add(run)
-        notes = read(path, run)
-        beyond = [number for number in sorted(notes.charges) if number >= start]
-        taken = owed and not notes.closed
+    def _walk(self, first: _Step) -> None:
+        """A run and all that went on from it, in order (there may be more than Python nests calls)."""
+        ahead = [first]
+        while ahead:
+            step = ahead.pop()
+            if step.run not in self._seen:
+                self._seen.add(step.run)
+                ahead += reversed(self._take(step))
+
+    def _take(self, step: _Step) -> list[_Step]:
+        """Takes over or counts a run's releases; the runs that went on from it."""
+        notes = read(step.path, step.run)
+        beyond = [number for number in sorted(notes.charges) if number >= step.start]
+        taken = step.owed and not notes.closed
         if taken and beyond:
             self.found.owed += [notes.charges[number] for number in beyond]
-            self.found.known[run] = (str(path), beyond[-1] + 1)
+            self.found.known[step.run] = (str(step.path), beyond[-1] + 1)
         elif not taken:
             self.found.elsewhere += len(beyond)
         # where a run went on from a release that is held or taken over, its own are due as well
-        end = math.inf if taken else start
-        for child in notes.children:
-            if child.run not in self._seen:
-                self._follow(child, owed=owed and start <= child.at <= end and child.run not in self._known)
+        end = math.inf if taken else step.start
+        found = (
+            self._next(child, owed=step.owed and step.start <= child.at <= end and child.run not in self._known)
+            for child in notes.children
+        )
+        return [step for step in found if step is not None]
 
-    def _follow(self, child: Child, *, owed: bool) -> None:
+    def _next(self, child: Child, *, owed: bool) -> _Step | None:
         path = self._locate(child.run, child.paths)
         if path is None:
             # an empty file is a run that was killed before its first release
             self.found.lost |= owed and not any(place.is_file() for place in child.paths)
-            return
-        self._visit(path, child.run, self._known.get(child.run, ("", 0))[1], owed=owed)
+            return None
+        return _Step(path, child.run, self._known.get(child.run, ("", 0))[1], owed=owed)
 
     def _locate(self, run: str, places: tuple[Path, ...]) -> Path | None:
         """The first of these files, wherever it was moved, that holds something of the run."""

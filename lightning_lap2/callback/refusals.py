@@ -106,16 +106,21 @@ def check_module(module: Any) -> None:
 
 
 def check_optimizers(optimizers: Iterable[Any]) -> None:
-    """Optimizers that step more than once per release.
+    """Optimizers that step more than once per release, or that want gradients which noise does not leave.
 
     Raises:
-        UnsupportedSettingError: LBFGS.
+        UnsupportedSettingError: LBFGS, SparseAdam.
     """
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedSettingError(
                 "the optimizer LBFGS calls its closure several times per step, each a release of its own; use SGD, "
                 "Adam, AdamW or another first-order optimizer"
+            )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise UnsupportedSettingError(
+                "the optimizer SparseAdam takes sparse gradients only, but noise falls on every row of a table: use Adam; "
+                "nn.Embedding(sparse=True) may stay"
             )
 
 

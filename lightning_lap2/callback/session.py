@@ -190,9 +190,8 @@ class FitSession:
         if not trainer.strategy.reduce_boolean_decision((data.facts, data.facts.rows) == (first, first.rows)):
             raise UnsupportedSettingError(
                 f"the ranks train on different data (rank {trainer.global_rank} on {data.facts}, rank 0 on {first}): "
-                "one sampling rate and one "
-                "ledger hold for all ranks; give every rank the same whole data set and batch size (the draws are "
-                "shared out)"
+                "one sampling rate and one ledger hold for all ranks; give every rank the same whole data set and "
+                "batch size (the draws are shared out)"
             )
         self.data, self.facts = data, data.facts
         if self._probe is not None:

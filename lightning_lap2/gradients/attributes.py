@@ -29,6 +29,8 @@ from torch import Tensor, nn
 
 from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.physical import carries_batch, innermost, is_wrapped
+from lightning_lap2.gradients.recorder import Deferred
+from lightning_lap2.gradients.values import Number
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 # what nn.Module keeps for itself ("training" is watched: a step that switches modes is noticed), what the recorder
@@ -144,7 +146,7 @@ class AttributeGuard:
                 f"training_step changes {name}. This engine runs it once per example, and the value could carry one "
                 "example into the next one's loss: change it in on_train_batch_start or on_train_batch_end"
             )
-        if any(is_wrapped(t) for t in _tensors(value, set())):
+        if any(isinstance(found, Number | Deferred) or is_wrapped(found) for found in _values(value, set())):
             raise UnsupportedModelError(
                 f"training_step keeps a tensor computed from the data in {name}. Fed back into a later loss it would "
                 "carry examples past the clipping, and outside the step it is dead: log it with self.log instead"
@@ -226,11 +228,12 @@ def _items(value: Any) -> dict[Any, Any]:
     return dict(vars(value)) if _kind(value) == "object" else dict(enumerate(value))
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def _values(value: Any, seen: set[int]) -> Iterator[Any]:
+    """The tensors in ``value``, and what stands for numbers of the trace."""
     kind = _kind(value)
-    if kind == "tensor":
+    if kind == "tensor" or isinstance(value, Number | Deferred):
         yield value
     elif kind != "leaf" and id(value) not in seen:
         seen.add(id(value))
         for child in _items(value).values():
-            yield from _tensors(child, seen)
+            yield from _values(child, seen)

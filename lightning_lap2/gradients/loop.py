@@ -32,7 +32,7 @@ class LoopEngine(Engine):
         traced = []
         for index in range(examples.count):
             one = examples.apart(index, index + 1)
-            with step.tracing(together=False), Marks(one.tensors, vmapped=False):
+            with step.tracing(together=False), Marks(one.roots, vmapped=False):
                 loss, carried = step(one.example(0))
             if loss.requires_grad and own is not None:
                 gradients = step.revised(index, _gradients(loss, layout))

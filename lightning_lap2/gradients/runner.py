@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.recorder import Recorder, Trace
 from lightning_lap2.gradients.replay import Replay
 from lightning_lap2.gradients.stepcall import StepCall
-from lightning_lap2.gradients.tracing import batch_statistics_refused, refuse_layers
+from lightning_lap2.gradients.tracing import batch_dimension_kept, batch_statistics_refused, refuse_layers
+from lightning_lap2.gradients.values import Reading
 
 if TYPE_CHECKING:
     from lightning_lap2.gradients.engine import Engine
@@ -52,10 +54,8 @@ class _Forward(nn.Module):
 class UserStep:
     """``training_step`` for one example's batch, recorded.
 
-    Args:
-        places: numbers in the draw of the examples that this step is for.
-
     Attributes:
+        places: numbers in the draw of the examples that this step is for.
         module: the user's module.
         call: what the fit asks for.
         trace: of the latest run.
@@ -65,14 +65,15 @@ class UserStep:
         self, module: nn.Module, call: StepCall, places: Sequence[int], recorder: Recorder, guard: AttributeGuard,
         forward: _Forward, entropy: Entropy, device: torch.device,
     ) -> None:  # fmt: skip
-        self.module, self.call, self._places = module, call, places
+        self.module, self.call, self.places = module, call, places
         self._recorder, self._guard, self._forward = recorder, guard, forward
         self._entropy, self._device = entropy, device
+        self._reading = Reading()
 
     def at(self, index: int) -> UserStep:
         """The step for one of the examples."""
         alone = copy.copy(self)
-        alone._places = self._places[index : index + 1]
+        alone.places = self.places[index : index + 1]
         return alone
 
     @property
@@ -87,6 +88,7 @@ class UserStep:
             by_slot: parameters by the names of :meth:`slot_names`, in place of the module's own.
         """
         trace = self._recorder.begin()
+        self._reading.begin()
         args = (self.call.prepare(batch), *self.call.args[1:])
         with self.call.context():
             if by_slot is None:
@@ -107,9 +109,11 @@ class UserStep:
             again: whether this repeats the last pass, whose random numbers come again.
         """
         self._guard.begin_call()
-        with private_generators(self._entropy, self._device, again=again):
+        self._reading = Reading()
+        generators = private_generators(self._entropy, self._device, again=again)
+        with generators, self._reading.active() if together else nullcontext():
             yield
-        self._guard.end_call(allow_plain=together)
+        self._guard.end_call(allow_plain=together and not self._reading.agreed)
 
     def forget(self) -> None:
         """Puts the module back as it was before the batch: an engine gave up, another begins anew."""
@@ -119,7 +123,7 @@ class UserStep:
         """``gradients`` of the examples from number ``first`` on, or what an audit puts in their place."""
         if self.call.revise is None:
             return gradients
-        return self.call.revise(self._places[first : first + len(gradients[0])], gradients)
+        return self.call.revise(self.places[first : first + len(gradients[0])], gradients)
 
     def slot_names(self, layout: ParameterLayout) -> list[list[str]]:
         """For each parameter the names of all its slots for ``by_slot``, each slot once.
@@ -152,6 +156,10 @@ class StepRunner:
         self.used: list[str] = []
         self.passed_over: dict[str, str] = {}
         self._recorder, self._forward = Recorder(module), _Forward(module)
+        self._unlike: set[str] = set()
+        self._sums: dict[Hashable, bool] = {}
+        self._latest: Replay | None = None
+        self._kept = False
         self._first: dict[Any, int] = {}
         self._layout: ParameterLayout | None = None
 
@@ -184,18 +192,54 @@ class StepRunner:
                     step = UserStep(
                         self.module, call, places, self._recorder, guard, self._forward, entropy, layout.device
                     )
-                    traced += self._group(group, step, layout, clipper, total if call.count else None)
+                    with batch_dimension_kept(group.rows_each):
+                        traced += self._group(group, step, layout, clipper, total if call.count else None)
         except BaseException:
             guard.undo()
             raise
         guard.close()
         if not traced:
             return None
-        return Replay([t.trace for t in traced], [t.tensors for t in traced], call.count).run()
+        traces, tensors = [run.trace for _, run in traced], [run.tensors for _, run in traced]
+        replay = Replay(traces, tensors, call.count, [own for own, _ in traced], self._no_value, self._sums)
+        if self._kept:
+            self._latest = replay
+        return replay.run()
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Inside, what was last recorded is kept for :meth:`learn`."""
+        self._kept = True
+        try:
+            yield
+        finally:
+            self._kept, self._latest = False, None
+
+    @contextmanager
+    def recording(self) -> Iterator[Trace]:
+        """The log and metric calls of a plain run of the step inside."""
+        with self._recorder.shadowing():
+            yield self._recorder.begin()
+
+    def learn(self, plain: Trace) -> None:
+        """From a plain run of the latest call's examples in one batch: whether what is logged is a sum or a mean."""
+        if self._latest is not None:
+            self._sums = self._latest.compared(plain)
+
+    def _no_value(self, what: str) -> None:
+        """Warns once of each call that has no value for the batch."""
+        if what not in self._unlike:
+            self._unlike.add(what)
+            warnings.warn(
+                f"{what} is left out where it differs between examples (made for some of them only, or with values of "
+                "unlike kinds): there is no value for the batch. Make the call for every example",
+                stacklevel=2,
+            )
 
     def _group(
         self, group: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
-    ) -> list[Traced]:
+    ) -> list[tuple[Sequence[int], Traced]]:
+        """What was recorded, each run with the places of its examples."""
         number = self._first.get(group.key, 0)
         while True:
             engine = self.engines[number]
@@ -217,16 +261,26 @@ class StepRunner:
                 raise
             if engine.name not in self.used:
                 self.used.append(engine.name)
-            return found
+            return list(zip(_shares(step.places, found), found, strict=True))
 
     def _one_by_one(
         self, group: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
-    ) -> list[Traced]:
+    ) -> list[tuple[Sequence[int], Traced]]:
         """Every example by itself; one on which the user's code raises adds nothing and logs nothing."""
         step.forget()
         if group.count == 1:
             return []
-        found = []
+        found: list[tuple[Sequence[int], Traced]] = []
         for index in range(group.count):
             found += self._group(group.apart(index, index + 1), step.at(index), layout, clipper, total)
         return found
+
+
+def _shares(places: Sequence[int], traced: Sequence[Traced]) -> list[Sequence[int]]:
+    """For each run the places of its examples."""
+    shares, start = [], 0
+    for run in traced:
+        stop = start + (len(run.tensors[0]) if run.tensors else 1)
+        shares.append(places[start:stop])
+        start = stop
+    return shares

@@ -7,6 +7,7 @@ dropped, so the memory is chunk x n, not batch x n.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -126,12 +127,18 @@ class VmapEngine(Engine):
 
 
 def runs_alone(examples: Examples, step: UserStep) -> bool:
-    """Whether the step runs on one example without ``vmap``: then the error is not the user's."""
+    """Whether the step runs on one example without ``vmap``: then the error is not the user's.
+
+    Raises:
+        Exception: the user's own error, which names the user's lines and nothing of ``torch.func``.
+    """
+    step.forget()
     try:
-        step.forget()
-        step(examples.example(0))
-    except Exception:
-        return False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is warned of is not this run's matter
+            step(examples.example(0))
+    except Exception as error:
+        raise error from None
     finally:
         step.forget()
     return True

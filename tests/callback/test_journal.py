@@ -177,6 +177,18 @@ def test_run_killed_twice_owes_both_lives(tmp_path: Path) -> None:
     assert found.elsewhere == 0
 
 
+def test_run_killed_more_often_than_python_nests_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time after a checkpoint of its own; resumed from the first of them."""
+    monkeypatch.setattr(journal_module, "_force", lambda descriptor: None)
+    first = last = root(tmp_path, 2)
+    lives = sys.getrecursionlimit() + 10
+    for number in range(lives):
+        last = child(last, 2 + number, 2 + number, 1)
+    found = beyond(first, 1)
+    assert found.owed == [CHARGE] + [OTHER] * lives
+    assert found.known[last.run][1] == 2 + lives
+
+
 def test_sibling_that_ends_in_order_hides_no_release_of_the_killed_run(tmp_path: Path) -> None:
     first = root(tmp_path, 8)
     child(first, 5, 8, 20, closed=True)

@@ -285,7 +285,7 @@ def test_a_later_chunk_that_is_refused_adds_nothing() -> None:
         def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
             Second.calls += 1
             if Second.calls == 2:
-                batch[0].sum().item()
+                float(batch[0].sum())
             return super().training_step(batch)
 
     torch.manual_seed(0)
