@@ -13,6 +13,11 @@ def test_length(page: str, limit: int) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").split()) <= limit
 
 
+def test_lines_are_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    """``python docs/wrap.py`` does it."""
+    assert script("wrap").main(["--check"]) == 0, capsys.readouterr().out
+
+
 def test_wrapping_moves_words_and_nothing_else() -> None:
     wrap = script("wrap")
     text = """# A heading stays as it is
