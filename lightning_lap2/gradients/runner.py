@@ -124,7 +124,8 @@ class UserStep:
         self._guard.begin_call()
         self._reading = Reading()
         generators = private_generators(self._entropy, self._device, again=again)
-        with reseeding_refused(), generators, self._reading.active() if together else nullcontext():
+        # in this order: the generators' own calls are not the step's
+        with generators, reseeding_refused(), self._reading.active() if together else nullcontext():
             yield
 
     def forget(self) -> None:
