@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
@@ -116,12 +116,19 @@ def rounded_up(value: float) -> str:
 def write_report(report: PrivacyReport, directory: Path, *, warn: Callable[[str], object]) -> None:
     """Writes both files, each whole or not at all. A failure (a full disk) is a warning: training is over, and the
     report can still be had from ``callback.report()``."""
+    files = {JSON_NAME: json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n", MARKDOWN_NAME: str(report)}
+
+    def failed(error: OSError) -> None:
+        warn(f"Lap2Privacy: the privacy report could not be written to {directory}: {error}")
+
+    write_files(files, directory, warn=failed)
+
+
+def write_files(files: Mapping[str, str], directory: Path, *, warn: Callable[[OSError], object]) -> None:
+    """Writes texts by name, each whole or not at all."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, text in (
-            (JSON_NAME, json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"),
-            (MARKDOWN_NAME, str(report)),
-        ):
+        for name, text in files.items():
             partial = directory / f"{name}.partial"
             try:
                 partial.write_text(text, encoding="utf-8")
@@ -130,4 +137,4 @@ def write_report(report: PrivacyReport, directory: Path, *, warn: Callable[[str]
                 partial.unlink(missing_ok=True)
                 raise
     except OSError as error:
-        warn(f"Lap2Privacy: the privacy report could not be written to {directory}: {error}")
+        warn(error)

@@ -30,6 +30,7 @@ from lightning_lap2.accounting.forecast import EpsilonForecast, build_forecast
 from lightning_lap2.accounting.moments import (
     INFINITE,
     ORDER_LEVELS,
+    integer_log_moments,
     level_count,
     level_log_moments,
     real_table,
@@ -172,6 +173,27 @@ class MajorizedAccountant:
         if remaining is None or remaining == 0.0 or not self._costly():
             return math.inf
         return self._minimise(epsilon_objective(remaining))[1]
+
+    def renyi_divergences(self, orders: Sequence[float]) -> Array:
+        """Upper bounds on the Renyi divergences between the outputs of all releases under neighbouring data sets.
+
+        Args:
+            orders: real, > 1 and at most 2**20. Between integers the log-moment is taken from its chord (it is convex).
+
+        Returns:
+            shape [len(orders)]; ``inf`` where a drawn example is released without noise.
+        """
+        wanted = np.asarray(orders, dtype=np.float64)
+        if wanted.ndim != 1 or not wanted.size or not np.all((wanted > 1.0) & (wanted <= 1 << 20)):
+            raise ValueError(f"orders must hold numbers in (1, 2**20], at least one, got {orders!r}")
+        if self._bare_mass() > 0.0:
+            return np.full(wanted.shape, math.inf)
+        whole = np.unique(np.concatenate([np.floor(wanted), np.ceil(wanted)])).astype(int)
+        total = np.zeros(whole.size)
+        for release, steps in self._costly():
+            total += steps * integer_log_moments(whole.tolist(), release, self.mechanism, self.bound)
+        divergences = np.interp(wanted, whole, total) / (wanted - 1.0)
+        return np.where(divergences < INFINITE, divergences, math.inf)
 
     def steps_within(
         self,

@@ -240,12 +240,13 @@ def level_log_moments(release: Release, mechanism: str, bound: str, level: int) 
 
     ``release`` must cost something and carry noise (neither free nor bare).
     """
-    values = _log_moments(ORDER_LEVELS[level], release, mechanism, bound)
+    values = integer_log_moments(ORDER_LEVELS[level], release, mechanism, bound)
     values.setflags(write=False)
     return values
 
 
-def _log_moments(orders: Sequence[int], release: Release, mechanism: str, bound: str) -> Array:
+def integer_log_moments(orders: Sequence[int], release: Release, mechanism: str, bound: str) -> Array:
+    """log M_k of one step that costs something and carries noise, at increasing integers k >= 1, shape [K]."""
     if release.sample_rate == 1.0:
         return _unsampled(np.asarray(orders, dtype=np.float64), release, mechanism, bound)
     if bound == "published":
@@ -300,7 +301,7 @@ def log_moments(
     else:
         ordered = sorted({int(k) for k in wanted})
         index = {k: i for i, k in enumerate(ordered)}
-        values = _log_moments(ordered, release, mechanism, bound)[[index[int(k)] for k in wanted]]
+        values = integer_log_moments(ordered, release, mechanism, bound)[[index[int(k)] for k in wanted]]
     return np.where(values >= INFINITE, np.inf, values)
 
 

@@ -19,6 +19,10 @@ from lightning_lap2.callback.plan import check_summary
 from lightning_lap2.callback.settings import Settings
 
 STATE_VERSION = 2
+SEARCH_CAVEAT = (
+    "This run is one of a private search, which releases the best of them: the epsilon of this report is that of the "
+    "run alone, that of the search is larger (search_report.md)."
+)
 
 
 def checksum(content: Mapping[str, Any]) -> str:
@@ -218,6 +222,12 @@ class Ledger:
                     f"the checkpoint's ledger was kept with {name}={there!r} and cannot be continued with "
                     f"{name}={here!r}; pass {name}={there!r}"
                 )
+        if SEARCH_CAVEAT in caveats:
+            raise ValueError(
+                "the checkpoint is a run of a private search: its ledger knows that run alone, not what the search "
+                "spent, and cannot be continued. Load its weights only (torch.load(path)['state_dict']), and add the "
+                "epsilon and delta of the search's report to those of what you train from there"
+            )
         self.accountant, self.releases, self.reproducible = accountant, releases, reproducible
         self.caveats, self.plan, self.clipping, self._origin = caveats, plan, clipping, origin
 

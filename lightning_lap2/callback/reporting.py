@@ -12,10 +12,13 @@ from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.settings import CLIP_LEARNING_RATE, TARGET_QUANTILE, Settings
 from lightning_lap2.report import PrivacyReport
 
+SELECTION_CAVEAT = (
+    "Validation, checkpoint selection, early stopping and hyperparameter search on private data are not covered."
+)
 _ALWAYS = (
     "The training loss and every metric logged from training_step are computed from the data without noise; they "
     "are not covered.",
-    "Validation, checkpoint selection, early stopping and hyperparameter search on private data are not covered.",
+    SELECTION_CAVEAT,
     "The guarantee is for one example of the data set (not for a user with several, not for replacing one), and "
     "takes the number of examples and the batch size as public.",
     "The proof is in real arithmetic, the outputs are floating point numbers: whoever knows all other records to the "
