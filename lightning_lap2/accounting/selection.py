@@ -223,9 +223,10 @@ class RunLimit:
 
     def met_by(self, accountant: MajorizedAccountant) -> bool:
         """Whether what ``accountant`` holds keeps the limit."""
-        return all(accountant.epsilon(delta=delta) <= eps for eps, delta in self.points) and all(
-            float(accountant.renyi_divergences([order])[0]) <= value for order, value in self.divergences
-        )
+        # epsilon and delta are bounds by themselves, and inverse to each other up to rounding only
+        return all(
+            accountant.epsilon(delta=delta) <= eps or accountant.delta(eps=eps) <= delta for eps, delta in self.points
+        ) and all(float(accountant.renyi_divergences([order])[0]) <= value for order, value in self.divergences)
 
     def search_epsilon(self, runs: RunCount, delta: float) -> float:
         """Epsilon at ``delta`` of the best of ``runs`` runs that keep this limit; ``inf`` where none follows."""
@@ -375,6 +376,8 @@ def _limits(accountant: MajorizedAccountant, runs: RunCount, delta: float) -> li
     """What one run keeps, in the combinations from which a price follows."""
     each = delta / runs.mean * _DOWN
     main = (accountant.epsilon(delta=each), each)
+    if runs.mean == 1.0 and runs.distribution == "negative_binomial":  # always one run
+        return [RunLimit((main,))]
     values = accountant.renyi_divergences(_ORDERS)
     divergences = [(order, float(value)) for order, value in zip(_ORDERS, values, strict=True) if math.isfinite(value)]
 
@@ -412,7 +415,7 @@ def _spread_point(accountant: MajorizedAccountant, runs: RunCount, top: float) -
         if high > 700.0:
             return math.inf, 1.0
         low, high = high, 2.0 * high
-    while high - low > 1e-5 * high:
+    while high - low > 1e-5 * high and high > 1e-9:
         middle = 0.5 * (low + high)
         low, high = (low, middle) if serves(middle) else (middle, high)
     return high, runs.admitted_delta(high)

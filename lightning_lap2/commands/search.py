@@ -130,15 +130,17 @@ def _train(parser: ArgumentParser, config: Namespace, privacy: Any) -> float:
     """One fit and one validation; no logger, so that nothing computed without noise is written."""
     import lightning.pytorch as pl
 
+    from lightning_lap2.audit.bench import quiet
+
     model = parser.instantiate(Namespace(model=config.model)).model
     data = None if config.get("data") is None else parser.instantiate(Namespace(data=config.data)).data
-    trainer = pl.Trainer(**{**config.trainer.as_dict(), **_QUIET}, callbacks=[privacy], default_root_dir=privacy.folder)
-    trainer.fit(model, datamodule=data)
-    metrics = {
-        name: value
-        for found in trainer.validate(model, datamodule=data, verbose=False)
-        for name, value in found.items()
-    }
+    with quiet():
+        trainer = pl.Trainer(
+            **{**config.trainer.as_dict(), **_QUIET}, callbacks=[privacy], default_root_dir=privacy.folder
+        )
+        trainer.fit(model, datamodule=data)
+        results = trainer.validate(model, datamodule=data, verbose=False)
+    metrics = {name: value for found in results for name, value in found.items()}
     if config.score not in metrics:
         raise ValueError(
             f"--score {config.score}: validation_step logs no such metric, but {', '.join(metrics) or 'none'}"
