@@ -3,8 +3,8 @@
     python examples/search_digits.py
     python examples/search_digits.py --mean-runs 30 --distribution poisson
 
-The held-out digits play the part of public data: half of them score the runs, the other half judges the best one, beside
-the choice that examples/digits.py makes by hand, trained with all of epsilon (as if that choice had cost nothing).
+The held-out digits play the part of public data: half of them score the runs, the other half judges the best one,
+beside the choice that examples/digits.py makes by hand, trained with all of epsilon (as if that choice were free).
 """
 
 from __future__ import annotations

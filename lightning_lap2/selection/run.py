@@ -29,8 +29,10 @@ class SearchRun(Lap2Core):
     notes: list[str]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if stage == "fit" and not trainer.fast_dev_run:
-            self._check_outputs(trainer)
+        if stage == "fit":
+            self._check_alone()
+            if not trainer.fast_dev_run:
+                self._check_outputs(trainer)
         super().setup(trainer, pl_module, stage)
 
     def _check_outputs(self, trainer: Any) -> None:
@@ -68,6 +70,13 @@ class SearchRun(Lap2Core):
                 f"a private search draws in one process, but the Trainer has {session.trainer.world_size}: use "
                 "Trainer(devices=1)"
             )
+        self._check_alone()
+
+    def _check_alone(self) -> None:
+        """
+        Raises:
+            UnsupportedSettingError: a second fit, or one that goes on from a checkpoint.
+        """
         if self.steps:
             raise UnsupportedSettingError(
                 f"the run of a private search is one fit from its beginning, but its ledger holds {self.steps} earlier "

@@ -8,7 +8,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -123,9 +123,9 @@ class PrivateSearch:
         self._callback = _lightning_callback() if callback is None else callback
         self.privacy = privacy
         _check_settings(privacy, "PrivateSearch")
-        self._settings = self._callback(self.eps, self.delta, **privacy).settings
-        if self._settings.bound == "published":
+        if privacy.get("bound") == "published":
             raise ValueError("bound='published' is not a valid bound, so a search has no price under it: use 'tight'")
+        self._settings = self._callback(self.eps, self.delta, **privacy).settings
         self._state: State | None = None
         self._space: Space | None = None
 
@@ -133,14 +133,7 @@ class PrivateSearch:
     def limit(self) -> RunLimit:
         """What each run keeps. The price of the search follows from it."""
         settings = self._settings
-        return plan_search(
-            eps=self.eps,
-            delta=self.delta,
-            runs=self.runs,
-            bound=settings.bound,
-            mechanism=settings.mechanism,
-            **self.plan,
-        ).limit
+        return _limit(self.eps, self.delta, self.runs, settings.bound, settings.mechanism, tuple(self.plan.items()))
 
     def run(
         self, train: Train, space: Mapping[str, Sequence[Any]] | Sequence[Any], *, progress: bool = True
@@ -276,6 +269,14 @@ class PrivateSearch:
             (self.folder / best.folder).rename(named)
         self.report().write(self.folder, warn=lambda text: warnings.warn(text, stacklevel=2))
         return None if best is None else BestRun(best.score, space.config(best.choice), named)
+
+
+@lru_cache(maxsize=16)
+def _limit(
+    eps: float, delta: float, runs: RunCount, bound: str, mechanism: str, plan: tuple[tuple[str, Any], ...]
+) -> RunLimit:
+    """Seconds to find, so kept for a series of equal searches."""
+    return plan_search(eps=eps, delta=delta, runs=runs, bound=bound, mechanism=mechanism, **dict(plan)).limit
 
 
 def _lightning_callback() -> type[Lap2Core]:

@@ -34,6 +34,8 @@ class Space:
             raise TypeError(
                 f"space must be a list of configurations or a mapping from names to lists of values, got {given!r}"
             )
+        if not values:
+            raise ValueError("space must name at least one hyperparameter, got an empty mapping")
         for name, found in zip(self._names or ["the list"], values, strict=True):
             if not isinstance(name, str):
                 raise TypeError(f"space must have strings as names, got {name!r}")
@@ -41,8 +43,6 @@ class Space:
                 raise TypeError(f"space must give a list of values for {name!r}, got {found!r}")
             if not len(found):
                 raise ValueError(f"space must not be empty, but {name!r} has no values")
-        if not values:
-            raise ValueError("space must name at least one hyperparameter, got an empty mapping")
         self._values = [list(found) for found in values]
 
     @property

@@ -256,7 +256,9 @@ def test_the_largest_uniform_ends() -> None:
 def test_gamma_has_the_mean(mean: float, shape: float) -> None:
     gamma = RunCount(mean, shape=shape).gamma
     assert 0.0 < gamma < 1.0
-    found = (1.0 / gamma - 1.0) / math.log(1.0 / gamma) if shape == 0.0 else shape * (1 / gamma - 1) / (1 - gamma**shape)
+    found = (
+        (1.0 / gamma - 1.0) / math.log(1.0 / gamma) if shape == 0.0 else shape * (1 / gamma - 1) / (1 - gamma**shape)
+    )
     assert found == pytest.approx(mean, rel=1e-6)
 
 
