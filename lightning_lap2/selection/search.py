@@ -22,7 +22,7 @@ from lightning_lap2.callback.rowcheck import seeded_generators
 from lightning_lap2.selection.report import CAVEATS, SearchReport
 from lightning_lap2.selection.run import check_ended, drop_report, make_callback
 from lightning_lap2.selection.space import Choice, Space
-from lightning_lap2.selection.state import Best, State, check_same, load
+from lightning_lap2.selection.state import Best, State, check_same, load, only_one
 
 Train = Callable[[Any, Any], float]
 """(configuration, callback) -> score."""
@@ -152,7 +152,8 @@ class PrivateSearch:
             The best run (of equal ones the first); ``None`` if the Poisson distribution gave no run.
 
         Raises:
-            RuntimeError: ``train`` did not use its callback, or its ledger exceeds the limit.
+            RuntimeError: ``train`` did not use its callback, or its ledger exceeds the limit; another process is
+                searching in ``folder``.
             TypeError, ValueError: a score that is no number or is NaN; a space that is not one; ``folder`` holds
                 another search.
             OSError: ``folder`` cannot be written.
@@ -161,13 +162,14 @@ class PrivateSearch:
         for name in drawn.names:
             if name.startswith(_PRIVACY_PREFIX):
                 _check_settings({name.removeprefix(_PRIVACY_PREFIX): None}, "space", "sampling", "bound")
-        state = self._begin(drawn)
-        self._state, self._space = state, drawn
-        with progress_bar("search", shown=progress) as bar:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with only_one(self.folder), progress_bar("search", shown=progress) as bar:
+            state = self._begin(drawn)
+            self._state, self._space = state, drawn
             while state.pending:
                 self._make_run(train, drawn, state)
                 bar(1.0 - len(state.pending) / state.total)
-        return self._end(state, drawn)
+            return self._end(state, drawn)
 
     def report(self) -> SearchReport:
         """What is guaranteed of the search, and what is not; the same as ``search_report.md`` in its folder.
@@ -204,7 +206,6 @@ class PrivateSearch:
     def _begin(self, space: Space) -> State:
         """The state in the folder, or a new one: the only place where anything is drawn."""
         told = self._told(space)
-        self.folder.mkdir(parents=True, exist_ok=True)
         state = load(self.folder)
         if state is not None:
             check_same(state.search, told, self.folder)

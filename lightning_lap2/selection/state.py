@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_lap2.accounting.selection import RunLimit
 from lightning_lap2.selection.space import Choice
 
 FILE_NAME = "search.json"
+LOCK_NAME = ".search.lock"
 VERSION = 1
 
 
@@ -109,3 +111,28 @@ def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path
             f"{folder / FILE_NAME} belongs to a search with other settings ({', '.join(differing)}): to go on with it "
             "give those it began with, for a new search give another folder (both are then paid for)"
         )
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Keeps a second process out of the folder: it would make the same runs again, and there would be two results.
+
+    The lock ends with the process, however that ends.
+
+    Raises:
+        RuntimeError: another process is there.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    with (folder / LOCK_NAME).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(
+                f"another process is searching in {folder}: wait for it, or give another folder (both searches are "
+                "then paid for)"
+            ) from error
+        yield

@@ -9,14 +9,17 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_lap2.accounting.selection import RunCount, RunLimit, search_epsilon
+from lightning_lap2.callback.core import Lap2Core
 from lightning_lap2.callback.refusals import UnsupportedSettingError
 from lightning_lap2.selection import BestRun, PrivateSearch
+from lightning_lap2.selection.run import make_callback
 from lightning_lap2.selection.space import Space
 from tests.helpers import LIGHTNING, LIGHTNING_WARNINGS, NAMESPACES, Namespace, classifier, loader, quiet_trainer
 
@@ -79,7 +82,7 @@ def test_the_best_run_remains_and_nothing_of_the_others(tmp_path: Path) -> None:
     assert len(best.checkpoints) == 1
     assert torch.load(best.checkpoints[0], weights_only=True)["global_step"] == train.callbacks[1].steps
     left = {path.name for path in (tmp_path / "search").iterdir()}
-    assert left == {"best", "search.json", "search_report.json", "search_report.md"}
+    assert left == {".search.lock", "best", "search.json", "search_report.json", "search_report.md"}
     assert not list(best.folder.rglob("privacy_report*"))  # its epsilon is that of the run alone
 
 
@@ -202,10 +205,10 @@ class Killed(BaseException):
 def test_a_killed_search_goes_on_without_a_second_draw(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    whole = Recorder([0.1, 0.9, 0.3, 0.2, 0.2])
-    expected = search(tmp_path / "whole", seed=SEED_OF[5]).run(whole, SPACE, progress=False)
+    whole = Recorder([0.1, 0.9, 0.3])
+    expected = search(tmp_path / "whole", seed=SEED_OF[3]).run(whole, SPACE, progress=False)
 
-    killed = Recorder([0.1, 0.9, 0.3, 0.2, 0.2])
+    killed = Recorder([0.1, 0.9, 0.3])
 
     def train(config: Any, privacy: Any) -> float:
         if len(killed.configs) == 2:
@@ -217,9 +220,9 @@ def test_a_killed_search_goes_on_without_a_second_draw(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *args, **options: None)
         with pytest.raises(Killed):
-            search(tmp_path, seed=SEED_OF[5]).run(train, SPACE, progress=False)
-    assert "not over" in (text := str(_report_of(search(tmp_path, seed=SEED_OF[5])))), text
-    resumed = search(tmp_path, seed=SEED_OF[5])
+            search(tmp_path, seed=SEED_OF[3]).run(train, SPACE, progress=False)
+    assert "not over" in (text := str(_report_of(search(tmp_path, seed=SEED_OF[3])))), text
+    resumed = search(tmp_path, seed=SEED_OF[3])
     monkeypatch.setattr(RunCount, "draw", lambda self, uniform: pytest.fail("a second draw"))
     best = resumed.run(killed, SPACE, progress=False)
     assert killed.configs == whole.configs
@@ -227,7 +230,7 @@ def test_a_killed_search_goes_on_without_a_second_draw(
     assert (best.score, best.config) == (expected.score, expected.config)
     assert not list((tmp_path / "search").glob("run-*"))
     # once it is over it is not run again
-    again = search(tmp_path, seed=SEED_OF[5]).run(lambda config, privacy: pytest.fail("a run"), SPACE, progress=False)
+    again = search(tmp_path, seed=SEED_OF[3]).run(lambda config, privacy: pytest.fail("a run"), SPACE, progress=False)
     assert again == best
 
 
@@ -250,6 +253,16 @@ def test_killed_between_the_end_and_the_report(tmp_path: Path, monkeypatch: pyte
     best = search(tmp_path, seed=SEED_OF[2]).run(_die, SPACE, progress=False)
     assert best is not None and len(best.checkpoints) == 1
     assert (tmp_path / "search" / "search_report.md").is_file()
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    def train(config: Any, privacy: Any) -> float:
+        with pytest.raises(RuntimeError, match="another process is searching in"):
+            search(tmp_path, seed=SEED_OF[1]).run(_die, SPACE, progress=False)
+        fit(config, privacy)
+        return 0.5
+
+    assert search(tmp_path, seed=SEED_OF[1]).run(train, SPACE, progress=False) is not None
 
 
 def test_the_folder_of_another_search(tmp_path: Path) -> None:
@@ -330,6 +343,24 @@ def test_refused_runs(tmp_path: Path, train: Any, error: type[Exception], words:
         search(tmp_path, seed=SEED_OF[1]).run(train, {"lr": [0.125], "epochs": [1]}, progress=False)
     assert "0.125" not in str(told.value)
     assert not list((tmp_path / "search").glob("run-*"))
+
+
+def test_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lap2Core, "_planned", lambda self, session: None)
+    privacy = make_callback(LIGHTNING.lap2, tmp_path, RunLimit(((1.0, 1e-3),)), eps=1.0, delta=1e-3)
+    privacy._planned(SimpleNamespace(trainer=SimpleNamespace(world_size=1)))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedSettingError, match="in one process, but the Trainer has 2"):
+        privacy._planned(SimpleNamespace(trainer=SimpleNamespace(world_size=2)))  # type: ignore[arg-type]
+
+
+def test_a_logger_without_a_folder_is_named(tmp_path: Path) -> None:
+    class Remote(LIGHTNING.pl.loggers.logger.DummyLogger):  # type: ignore[name-defined, misc]
+        save_dir = None
+
+    found = search(tmp_path, seed=SEED_OF[2])
+    found.run(lambda c, p: (fit(c, p, logger=Remote()), 0.5)[1], SPACE, progress=False)
+    notes = [text for text in found.report().caveats if text.startswith("Remote has no folder")]
+    assert len(notes) == 1
 
 
 def test_a_run_that_stops_early_is_within_its_plan(tmp_path: Path) -> None:
