@@ -259,7 +259,7 @@ class RunLimit:
             return total
 
         told = {"accountant": accountant, "bound": bound, "mechanism": mechanism, **plan}
-        least = max(calibrate_noise_multiplier(eps=eps, delta=delta, **told) for eps, delta in self.points)
+        least = max((calibrate_noise_multiplier(eps=eps, delta=delta, **told) for eps, delta in self.points), default=0)
         for order, value in self.divergences:
             least = max(least, _multiplier_within(composed, order, value, start=max(least, 0.1)))
         while not self.met_by(composed(least)):  # a larger multiplier than a point's own: up to rounding it serves

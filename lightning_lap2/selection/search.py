@@ -76,7 +76,7 @@ class PrivateSearch:
         seed: ``None``: all draws from the operating system's entropy. An integer makes the number of runs and their
             configurations reproducible (the noise is not), and the search not private to whoever knows it.
         plan: ``sample_rate``, ``steps`` and ``dimension`` of a typical run: its noise is then the least that serves.
-            ``None``: a usual one; that costs a few percent of noise.
+            ``None``: a usual one, which takes somewhat more (under 1 % in the settings of docs/search.md).
         callback: ``Lap2Privacy`` of the Lightning namespace that ``train`` uses; ``None``: of ``lightning.pytorch``.
         privacy: further arguments of ``Lap2Privacy`` for every run, such as ``max_grad_norm``.
 

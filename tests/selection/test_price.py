@@ -310,6 +310,7 @@ def test_a_planned_search_meets_its_budget_and_little_less(runs: RunCount, mecha
     [
         RunLimit(((1.5, 2e-5), (0.4, 0.04))),
         RunLimit(((0.11, 0.12),), ((9.0, 0.8),)),
+        RunLimit((), ((9.0, 0.8), (2.5, 0.2))),
     ],
 )
 def test_another_plan_is_held_to_the_limit(limit: RunLimit) -> None:
