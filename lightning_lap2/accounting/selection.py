@@ -98,7 +98,7 @@ class RunCount:
     @cached_property
     def gamma(self) -> float:
         """Of the negative binomial, in (0, 1]: the root of its mean; 1 where there is always exactly one run."""
-        if self.mean == 1.0:
+        if self.mean <= 1.0 + 1e-9:  # the root is within rounding of 1
             return 1.0
 
         def excess(log_gamma: float) -> float:
@@ -376,7 +376,7 @@ def _limits(accountant: MajorizedAccountant, runs: RunCount, delta: float) -> li
     """What one run keeps, in the combinations from which a price follows."""
     each = delta / runs.mean * _DOWN
     main = (accountant.epsilon(delta=each), each)
-    if runs.mean == 1.0 and runs.distribution == "negative_binomial":  # always one run
+    if runs.distribution == "negative_binomial" and runs.gamma == 1.0:  # always one run
         return [RunLimit((main,))]
     values = accountant.renyi_divergences(_ORDERS)
     divergences = [(order, float(value)) for order, value in zip(_ORDERS, values, strict=True) if math.isfinite(value)]

@@ -32,6 +32,7 @@ COUNTS = [
     RunCount(10.0, shape=2.5),
     RunCount(5.0, shape=-0.5),
     RunCount(1.0),
+    RunCount(1.0 + 1e-12, shape=1.0),
     RunCount(0.5, "poisson"),
     RunCount(3.0, "poisson"),
     RunCount(12.0, "poisson"),
@@ -44,7 +45,7 @@ def law(runs: RunCount) -> Array:
     k = np.arange(20_000)
     if runs.distribution == "poisson":
         return stats.poisson.pmf(k, runs.mean)
-    if runs.mean == 1.0:
+    if runs.mean <= 1.0 + 1e-12:
         return (k == 1).astype(float)
     if runs.shape == 0.0:
         return np.where(k > 0, stats.logser.pmf(k, 1.0 - runs.gamma), 0.0)

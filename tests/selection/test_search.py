@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
-import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from lightning_lap2.callback.refusals import UnsupportedSettingError
 from lightning_lap2.selection import BestRun, PrivateSearch
 from lightning_lap2.selection.run import make_callback
 from lightning_lap2.selection.space import Space
+from tests.examples.conftest import ROOT
 from tests.helpers import LIGHTNING, LIGHTNING_WARNINGS, NAMESPACES, Namespace, classifier, loader, quiet_trainer
 
 pytestmark = LIGHTNING_WARNINGS
@@ -201,36 +204,43 @@ class Killed(BaseException):
     """As if the process had died there: nothing of the library runs after it."""
 
 
-@pytest.mark.parametrize("when", ["before the fit", "after the fit"])
-def test_a_killed_search_goes_on_without_a_second_draw(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
-    whole = Recorder([0.1, 0.9, 0.3])
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.selection.test_search import SEED_OF, SPACE, Recorder, fit, search
+
+done = Recorder([0.9, 0.1, 0.3])
+
+def train(config, privacy):
+    if len(done.configs) == 2:
+        fit(config, privacy)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return done(config, privacy)
+
+search(Path(sys.argv[1]), seed=SEED_OF[3]).run(train, SPACE)
+"""
+
+
+def test_a_killed_search_goes_on_without_a_second_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed by the system in its last run, after the fit."""
+    whole = Recorder([0.9, 0.1, 0.3])
     expected = search(tmp_path / "whole", seed=SEED_OF[3]).run(whole, SPACE, progress=False)
 
-    killed = Recorder([0.1, 0.9, 0.3])
+    ended = subprocess.run([sys.executable, "-c", KILLED, tmp_path], cwd=ROOT, capture_output=True, timeout=250)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert len(list((tmp_path / "search").glob("run-*"))) == 2  # the best and the one that was cut
 
-    def train(config: Any, privacy: Any) -> float:
-        if len(killed.configs) == 2:
-            if when == "after the fit":
-                fit(config, privacy)
-            raise Killed
-        return killed(config, privacy)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", lambda *args, **options: None)
-        with pytest.raises(Killed):
-            search(tmp_path, seed=SEED_OF[3]).run(train, SPACE, progress=False)
-    assert "not over" in (text := str(_report_of(search(tmp_path, seed=SEED_OF[3])))), text
-    resumed = search(tmp_path, seed=SEED_OF[3])
     monkeypatch.setattr(RunCount, "draw", lambda self, uniform: pytest.fail("a second draw"))
-    best = resumed.run(killed, SPACE, progress=False)
-    assert killed.configs == whole.configs
+    assert "not over" in str(_report_of(search(tmp_path, seed=SEED_OF[3])))
+    last = Recorder([0.3])
+    best = search(tmp_path, seed=SEED_OF[3]).run(last, SPACE, progress=False)
+    assert last.configs == whole.configs[2:]
     assert best is not None and expected is not None
-    assert (best.score, best.config) == (expected.score, expected.config)
+    assert (best.score, best.config) == (expected.score, expected.config) == (0.9, whole.configs[0])
+    assert (best.folder / "mark.txt").read_text() == "1"
     assert not list((tmp_path / "search").glob("run-*"))
     # once it is over it is not run again
-    again = search(tmp_path, seed=SEED_OF[3]).run(lambda config, privacy: pytest.fail("a run"), SPACE, progress=False)
+    again = search(tmp_path, seed=SEED_OF[3]).run(_die, SPACE, progress=False)
     assert again == best
 
 
