@@ -30,10 +30,10 @@ from lightning_lap2.accounting.forecast import EpsilonForecast, build_forecast
 from lightning_lap2.accounting.moments import (
     INFINITE,
     ORDER_LEVELS,
-    integer_log_moments,
     level_count,
     level_log_moments,
     real_table,
+    renyi_divergences,
 )
 from lightning_lap2.accounting.release import Release, check_pair, make_release, warn_if_unsound
 
@@ -183,17 +183,7 @@ class MajorizedAccountant:
         Returns:
             shape [len(orders)]; ``inf`` where a drawn example is released without noise.
         """
-        wanted = np.asarray(orders, dtype=np.float64)
-        if wanted.ndim != 1 or not wanted.size or not np.all((wanted > 1.0) & (wanted <= 1 << 20)):
-            raise ValueError(f"orders must hold numbers in (1, 2**20], at least one, got {orders!r}")
-        if self._bare_mass() > 0.0:
-            return np.full(wanted.shape, math.inf)
-        whole = np.unique(np.concatenate([np.floor(wanted), np.ceil(wanted)])).astype(int)
-        total = np.zeros(whole.size)
-        for release, steps in self._costly():
-            total += steps * integer_log_moments(whole.tolist(), release, self.mechanism, self.bound)
-        divergences = np.interp(wanted, whole, total) / (wanted - 1.0)
-        return np.where(divergences < INFINITE, divergences, math.inf)
+        return renyi_divergences(self._ledger.items(), self.mechanism, self.bound, orders)
 
     def steps_within(
         self,
