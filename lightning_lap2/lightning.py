@@ -18,7 +18,8 @@ class Lap2Privacy(Lap2Core, pl.Callback):
     Args:
         eps: the budget; the spent epsilon never exceeds it. ``inf`` sets none (and needs a noise multiplier).
         delta: in (0, 1), and below 1/N.
-        max_grad_norm: C, the l2 norm that each example's gradient is clipped to; with adaptive clipping where C starts.
+        max_grad_norm: C, the l2 norm that each example's gradient is clipped to (with noise: a thousandth less, which
+            pays for rounding; docs/guarantee.md, section 11); with adaptive clipping where C starts.
         noise_multiplier: scale / C. ``None``: calibrated so that the planned run spends ``eps`` and no more. Given:
             training goes on until the budget is gone. ``0.0`` only with ``eps=inf``: no noise, no guarantee.
         mechanism: ``"laplace"``; ``"gaussian"`` (l2 clip) and ``"laplace_l1"`` (l1 clip) are baselines.
@@ -29,11 +30,11 @@ class Lap2Privacy(Lap2Core, pl.Callback):
         clipping: ``"flat"``: one norm over all parameters. ``"automatic"``: every gradient is scaled to a norm just
             below C. ``"per_layer"``: each module's own parameters are clipped to C / sqrt(layers) (C / layers in l1).
             ``"adaptive"``: C follows a quantile of the gradients' norms by a noisy count, which the budget pays for.
-        engine: ``"vmap"`` (per-example gradients by ``torch.func``), ``"ghost"`` (one backward, no per-example
-            gradients kept: less memory, faster for wide layers), ``"loop"`` (one example at a time: slow, runs
-            anything), ``"auto"`` (``"ghost"`` where the check at fit start accepts it, else ``"vmap"``; the choice is
-            printed and stands in the report).
-        chunk_size: examples per vmap call; ``None``: chosen. Speed and memory only.
+        engine: ``"auto"``: for each group of examples of one shape the first of these that takes it; all show the step
+            one example at a time, so they differ in time and memory only. ``"ghost"`` (one backward pass, no
+            per-example gradients kept), ``"vmap"`` (per-example gradients by ``torch.func``, in chunks), ``"loop"``
+            (plain autograd, one example after the other: slow, runs nearly anything).
+        chunk_size: examples per pass of ``"ghost"`` and ``"vmap"``; ``None``: chosen. Speed and memory only.
         augmentations: K views per example (De et al. 2022, arXiv 2204.13650, "augmentation multiplicity"). The data
             set is asked K times for each drawn record, so that its random transforms give K views; ``training_step``
             sees K rows per record, side by side. The K views are one example: their mean gradient is clipped.
@@ -64,6 +65,9 @@ class Lap2Privacy(Lap2Core, pl.Callback):
     Logs ``privacy/epsilon`` every step (an upper bound of what is spent), with adaptive clipping
     ``privacy/max_grad_norm`` as well, and writes ``privacy_report.json`` and
     ``.md`` when training ends, however it ends.
+
+    What is spent belongs to the weights: a module that was trained privately is marked with its ledger, and a fit with
+    another callback goes on from there. Deep copies of a callback share its ledger.
 
     Example::
 

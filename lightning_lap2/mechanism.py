@@ -17,13 +17,16 @@ Two refinements change what is charged, not how it is noised: one scale for ever
 * *A count.* One more coordinate holds a sum to which each example adds at most 1/2 in absolute value. It is multiplied
   by ``count_factor`` before the noise and divided by it after, so noise of the common scale becomes noise of scale
   ``count_noise_scale`` on the count.
+
+*Floating point.* C is charged, and gradients are clipped to a little less: ``clip_norm``. What is left of C pays for
+the rounding of the sum and of the noise (docs/guarantee.md, section 11). All clippers take their bound from here.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_lap2 import _validate
@@ -39,6 +42,15 @@ CLIPPINGS: tuple[str, ...] = ("flat", "automatic", "per_layer", "adaptive")
 COUNT_SENSITIVITY = 0.5
 """What one example adds to the count at most: +1/2 below the threshold, -1/2 above (Andrew et al. 2021)."""
 
+MARGIN = 2.0**-10
+"""The least share of C that is kept for rounding: half for the sum, half for the noise of ordinary n and m."""
+
+GRID_SHIFT = 2.0**-32
+"""By how many scales the float64 noise on a coordinate is off at most, as a shift (docs/guarantee.md, Theorem 8)."""
+
+LARGEST_COUNT_NOISE = 2.0**29
+"""In examples; :data:`GRID_SHIFT` would make half of the count's own sensitivity at twice as much."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
@@ -51,6 +63,7 @@ class Mechanism:
         layer_sizes: coordinates of each separately clipped part; empty: the gradient is one part.
         count_noise_scale: noise on the count, in examples (b of Laplace, sigma of Gaussian noise); ``None``: no count
             is released. 0 only where ``noise_multiplier`` is 0.
+        margin: share of C that gradients are kept away from it; see :meth:`for_sum`.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and the legal set.
@@ -61,6 +74,7 @@ class Mechanism:
     noise_multiplier: float
     layer_sizes: tuple[int, ...] = ()
     count_noise_scale: float | None = None
+    margin: float = MARGIN
 
     def __post_init__(self) -> None:
         _validate.choice("mechanism", self.name, MECHANISMS)
@@ -77,6 +91,11 @@ class Mechanism:
                 raise ValueError(
                     f"count_noise_scale={self.count_noise_scale!r} with noise_multiplier={self.noise_multiplier!r}: "
                     "either both add noise or neither does"
+                )
+            if self.count_noise_scale > LARGEST_COUNT_NOISE:
+                raise ValueError(
+                    f"count_noise_scale={self.count_noise_scale!r} is more than {LARGEST_COUNT_NOISE:g} examples, "
+                    "beside which float64 noise cannot hide one: give a smaller one"
                 )
 
     @property
@@ -106,18 +125,48 @@ class Mechanism:
     @property
     def layer_norm(self) -> float:
         """The norm that each separately clipped part is clipped to."""
-        return self.max_grad_norm * self.layer_share
+        return self.clip_norm * self.layer_share
+
+    @property
+    def clip_norm(self) -> float:
+        """The norm that a whole gradient is clipped to: C less the margin. C itself without noise, where nothing is
+        charged and a sum may be compared with plain training."""
+        return self.max_grad_norm * (1 - self.margin) if self.noise_multiplier > 0 else self.max_grad_norm
+
+    def for_sum(self, *, dimension: int, examples: int, unit: float) -> Mechanism:
+        r"""This release with the margin that a sum of so many gradients needs (docs/guarantee.md, section 11):
+
+        .. math::  2^{-11} + 4\,u\,E + 2^{-32}\,\frac{b}{C_l}\,n^{1/p}
+
+        The first two terms are for the sum of about E gradients in arithmetic of unit roundoff u: without one of them
+        it moves by that one's gradient and by up to 1.1 u E C more (measured; gradients that all point one way), which
+        is left room three times over and more. The last is for the noise, with p of the norm and C_l of a layer. It
+        counts as 2^-11 at least.
+
+        Args:
+            dimension: n, coordinates that are clipped and summed.
+            examples: E, expected in one sum, over all ranks.
+            unit: u of the type that the sum is kept in, 2^-24 for fp32.
+        """
+        spread = float(dimension) if self.norm == "l1" else math.sqrt(dimension)
+        noise = GRID_SHIFT * self.noise_multiplier / self.layer_share * spread
+        return replace(self, margin=MARGIN / 2 + 4 * unit * examples + max(MARGIN / 2, noise))
 
     @property
     def count_factor(self) -> float:
         """What the count is multiplied by in the released vector: scale / count_noise_scale, 1 without noise.
 
-        A millionth less, so that the rounding of the product in fp32 cannot lower the noise that is charged for.
+        Less by what rounding may do: a millionth for the product, and the shift that stands for the noise's own,
+        beside a count that one example moves by 1/2.
         """
-        return self.scale / self.count_noise_scale * (1 - 2**-20) if self.count_noise_scale else 1.0
+        if not self.count_noise_scale:
+            return 1.0
+        own = GRID_SHIFT * self.count_noise_scale / COUNT_SENSITIVITY
+        return self.scale / self.count_noise_scale * (1 - 2**-20 - own)
 
     def charge(self, *, sample_rate: float, dimension: int) -> dict[str, Any]:
-        """What :meth:`MajorizedAccountant.step` is to be told of one such release; plain, JSON-able values.
+        """What :meth:`~lightning_lap2.accounting.MajorizedAccountant.step` is to be told of one such release; plain,
+        JSON-able values.
 
         Layers are named under Laplace noise only: under Gaussian noise the parts' squared norms add up to C^2 and cost
         what the whole does. The charge does not depend on C, so it stays the same while C follows released values.

@@ -10,8 +10,8 @@ from lightning_lap2.accounting.calibration import (
     optimize_clip_and_scale,
 )
 from lightning_lap2.accounting.forecast import EpsilonForecast
-from lightning_lap2.accounting.moments import log_moments
 from lightning_lap2.accounting.release import BOUNDS, MECHANISMS, Release, UnsoundBoundWarning
+from lightning_lap2.accounting.routes.moments import log_moments
 
 __all__ = [
     "BOUNDS",

@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from lightning_lap2.accounting import _check
 from lightning_lap2.accounting._search import last_affordable
-from lightning_lap2.accounting.comparison import Comparison, compared_pair
-from lightning_lap2.accounting.conversion import (
-    MomentCurve,
-    Objective,
-    epsilon_objective,
-    log_delta_objective,
-    minimise,
-    pure_delta,
-    pure_epsilon,
-    pure_step,
-)
-from lightning_lap2.accounting.domination import Composition, Pair, dominating_pair
+from lightning_lap2.accounting.composition import Composition
 from lightning_lap2.accounting.forecast import EpsilonForecast, build_forecast
-from lightning_lap2.accounting.moments import (
-    INFINITE,
-    ORDER_LEVELS,
-    level_count,
-    level_log_moments,
-    real_table,
-    renyi_divergences,
-)
 from lightning_lap2.accounting.release import Release, check_pair, make_release, warn_if_unsound
-
-Array = npt.NDArray[np.float64]
+from lightning_lap2.accounting.routes.best import best_delta, best_epsilon, orders_epsilon
+from lightning_lap2.accounting.routes.moments import Array, renyi_divergences
+from lightning_lap2.accounting.routes.orders import Orders
 
 STATE_VERSION = 1
 
@@ -84,6 +62,11 @@ class MajorizedAccountant:
         """Releases so far, free ones included."""
         return self._steps
 
+    @property
+    def composition(self) -> Composition:
+        """The ledger, frozen: what the routes account for."""
+        return Composition(self.mechanism, self.bound, tuple(self._ledger.items()))
+
     def step(
         self,
         *,
@@ -113,7 +96,8 @@ class MajorizedAccountant:
             raise ValueError(f"steps must be an integer in [0, 2**53] in total, got {self._steps + steps}")
         self._steps += steps
         if steps:
-            self._ledger[release] = self._ledger.get(release, 0) + steps
+            # the latest last, as in Composition.adding: what is forecast is then what is reported, to the last bit
+            self._ledger[release] = self._ledger.pop(release, 0) + steps
 
     def epsilon(self, *, delta: float, orders_only: bool = False) -> float:
         """Smallest provable epsilon at ``delta``, in [0, inf].
@@ -123,56 +107,20 @@ class MajorizedAccountant:
             orders_only: the plain minimum over integer orders, without sharpening: for comparison with
                 reference values. Never smaller than the default.
         """
-        remaining = self._after_bare(_check.delta(delta))
-        if remaining is None:
-            return math.inf
-        if remaining >= 1.0 or not self._costly():
-            return 0.0
-        if orders_only or self.bound == "published":
-            return self._epsilon_by_orders(remaining, plain=True)
-        value = self._quick_epsilon(remaining)
-        return min(value, self._epsilon_by_domination(remaining, value))
-
-    def _epsilon_without_domination(self, delta: float) -> float:
-        """The quick part of :meth:`epsilon`, milliseconds: never smaller."""
-        remaining = self._after_bare(delta)
-        if remaining is None:
-            return math.inf
-        if remaining >= 1.0 or not self._costly():
-            return 0.0
-        if self.bound == "published":
-            return self._epsilon_by_orders(remaining, plain=True)
-        return self._quick_epsilon(remaining)
-
-    def _quick_epsilon(self, delta: float) -> float:
-        value = min(self._epsilon_by_orders(delta), pure_epsilon(self._pure(), delta))
-        comparison = self._comparison()
-        if value > 0.0 and comparison is not None and comparison.usable(delta):
-            value = min(value, comparison.epsilon(delta))
-        return value
+        delta = _check.delta(delta)
+        return (orders_epsilon if orders_only else best_epsilon)(self.composition, delta)
 
     def delta(self, *, eps: float) -> float:
         """Smallest provable delta at ``eps``, in [0, 1]."""
-        eps = _check.eps(eps)
-        bare = self._bare_mass()
-        if not self._costly() or math.isinf(eps):
-            return bare
-        value = math.exp(min(0.0, self._minimise(log_delta_objective(min(eps, 1e100)))[0]))
-        if self.bound != "published":
-            value = min(value, pure_delta(self._pure(), eps))
-            comparison, route = self._comparison(), self._domination()
-            if comparison is not None:
-                value = comparison.delta(eps, value)
-            if route is not None and not self._outdone(route, value):
-                value = min(value, route.delta(eps, value))
-        return min(1.0, bare + (1.0 - bare) * value)
+        return best_delta(self.composition, _check.eps(eps))
 
     def best_order(self, delta: float) -> float:
         """Order (lambda + 1 in the paper) that gives the smallest epsilon by moments; inf where none is finite."""
-        remaining = self._after_bare(_check.delta(delta))
-        if remaining is None or remaining == 0.0 or not self._costly():
+        composition = self.composition
+        remaining = composition.after_bare(_check.delta(delta))
+        if remaining is None or remaining == 0.0 or not composition.noisy:
             return math.inf
-        return self._minimise(epsilon_objective(remaining))[1]
+        return Orders(composition).best_order(remaining)
 
     def renyi_divergences(self, orders: Sequence[float]) -> Array:
         """Upper bounds on the Renyi divergences between the outputs of all releases under neighbouring data sets.
@@ -183,7 +131,7 @@ class MajorizedAccountant:
         Returns:
             shape [len(orders)]; ``inf`` where a drawn example is released without noise.
         """
-        return renyi_divergences(self._ledger.items(), self.mechanism, self.bound, orders)
+        return renyi_divergences(self.composition.counts, self.mechanism, self.bound, orders)
 
     def steps_within(
         self,
@@ -198,14 +146,36 @@ class MajorizedAccountant:
     ) -> int | float:
         """Largest number k of further steps with ``epsilon(delta=delta) <= eps`` after them.
 
-        0 where nothing is left, also where more than ``eps`` is spent already. ``math.inf`` where no number of
-        steps up to 2**53 overspends (the steps are free, or eps is infinite).
+        Nothing is charged. Epsilon does not fall as steps are added, so k is found by bisection; each value looked at
+        is :meth:`epsilon`'s own.
+
+        Args:
+            eps: budget for everything, what has been spent included, in nats, in [0, inf].
+            delta: in [0, 1].
+            noise_multiplier: m = scale / C of the further steps, in [0, inf].
+            sample_rate: q in [0, 1].
+            dimension: n, number of noised coordinates.
+            extra_blocks: as in :meth:`step`.
+            layers: as in :meth:`step`.
+
+        Returns:
+            k, an integer >= 0; 0 where nothing is left, also where more than ``eps`` is spent already. ``math.inf``
+            where no number of steps up to 2**53 overspends (the steps are free, or eps is infinite).
+
+        Raises:
+            TypeError, ValueError: naming the argument, its value and the legal set.
+
+        Example:
+            >>> plan = {"noise_multiplier": 1.6, "sample_rate": 0.0043, "dimension": 26_010}
+            >>> MajorizedAccountant().steps_within(eps=1.0, delta=1e-5, **plan)
+            7468
         """
         release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
         eps, delta = _check.eps(eps), _check.delta(delta)
+        composition = self.composition
 
         def cost(further: int) -> float:
-            return self._with(release, further).epsilon(delta=delta)
+            return best_epsilon(composition.adding(release, further), delta, enough=eps)
 
         if math.isinf(eps) or (release.is_free and cost(0) <= eps):
             return math.inf
@@ -224,25 +194,56 @@ class MajorizedAccountant:
     ) -> EpsilonForecast:
         """Epsilon after each of ``steps`` further releases, cheap enough to log at every one.
 
-        See :class:`~lightning_lap2.accounting.forecast.EpsilonForecast`. It does not charge anything and does not
-        follow later calls of :meth:`step`.
+        It does not charge anything and does not follow later calls of :meth:`step`. Making it costs up to 55
+        evaluations of :meth:`epsilon`; asking it costs microseconds.
+
+        Args:
+            delta: of every value, in [0, 1].
+            noise_multiplier: m = scale / C of the further releases, in [0, inf].
+            sample_rate: q in [0, 1].
+            dimension: n, number of noised coordinates.
+            steps: the last k that will be asked for, an integer >= 0.
+            extra_blocks: as in :meth:`step`.
+            layers: as in :meth:`step`.
+
+        Returns:
+            An :class:`~lightning_lap2.accounting.EpsilonForecast`: in nats, never below :meth:`epsilon` after as many
+            steps, and equal to it after ``steps``.
+
+        Raises:
+            TypeError, ValueError: naming the argument, its value and the legal set.
+
+        Example:
+            >>> accountant = MajorizedAccountant()
+            >>> plan = {"noise_multiplier": 1.6, "sample_rate": 0.0043, "dimension": 26_010}
+            >>> forecast = accountant.forecast(delta=1e-5, steps=1000, **plan)
+            >>> accountant.step(steps=1000, **plan)
+            >>> forecast.epsilon(1000) == accountant.epsilon(delta=1e-5)
+            True
         """
         release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
-        return _forecast(
-            self.bound, self.mechanism, tuple(self._ledger.items()), release, _check.steps(steps), _check.delta(delta)
-        )
+        return build_forecast(self.composition, release, _check.steps(steps), _check.delta(delta))
 
     def copy(self) -> MajorizedAccountant:
         """An independent accountant with the same ledger."""
-        return self._with(None, 0)
+        return self._of(self._ledger)
 
     def without_extra_blocks(self) -> MajorizedAccountant:
         """A copy whose releases leave out their extra blocks: to see what these cost, not to state a guarantee."""
-        clone = self._with(None, 0)
-        clone._ledger = {}
+        ledger: dict[Release, int] = {}
         for release, steps in self._ledger.items():
             alone = replace(release, extra_blocks=())
-            clone._ledger[alone] = clone._ledger.get(alone, 0) + steps
+            ledger[alone] = ledger.get(alone, 0) + steps
+        return self._of(ledger)
+
+    def _of(self, ledger: Mapping[Release, int]) -> MajorizedAccountant:
+        clone = object.__new__(type(self))  # no second warning of an unsound bound
+        clone.mechanism, clone.bound, clone._ledger, clone._steps = (
+            self.mechanism,
+            self.bound,
+            dict(ledger),
+            self._steps,
+        )
         return clone
 
     def state_dict(self) -> dict[str, Any]:
@@ -301,129 +302,6 @@ class MajorizedAccountant:
 
     def __repr__(self) -> str:
         return f"MajorizedAccountant(bound={self.bound!r}, mechanism={self.mechanism!r}, steps={self.steps})"
-
-    # ------------------------------------------------------------------ composition
-
-    def _with(self, release: Release | None, steps: int) -> MajorizedAccountant:
-        clone = object.__new__(type(self))
-        clone.mechanism, clone.bound, clone._ledger = self.mechanism, self.bound, dict(self._ledger)
-        clone._steps = self._steps
-        if release is not None:
-            clone._charge(release, steps)
-        return clone
-
-    def _costly(self) -> list[tuple[Release, int]]:
-        """Releases that cost something and carry noise."""
-        return [(r, t) for r, t in self._ledger.items() if not (r.is_free or r.is_bare)]
-
-    def _bare_mass(self) -> float:
-        """1 - prod (1 - q)^T over releases without noise: the chance that one of them reveals the example."""
-        log_kept = 0.0
-        for release, steps in self._ledger.items():
-            if release.is_bare:
-                if release.sample_rate == 1.0:
-                    return 1.0
-                log_kept += steps * math.log1p(-release.sample_rate)
-        return -math.expm1(log_kept)
-
-    def _after_bare(self, delta: float) -> float | None:
-        """Delta left for the noisy releases, or None where the bare ones exceed it.
-
-        A release without noise is (0, p)-DP; it composes to delta_total = p + (1 - p) delta_rest.
-        """
-        bare = self._bare_mass()
-        if bare == 0.0 or delta == 1.0:
-            return delta
-        return None if delta < bare else (delta - bare) / (1.0 - bare)
-
-    def _level(self, level: int, sampled_only: bool = False) -> Array:
-        total = np.zeros(len(ORDER_LEVELS[level]))
-        for release, steps in self._costly():
-            if not (sampled_only and release.sample_rate == 1.0):
-                total += steps * level_log_moments(release, self.mechanism, self.bound, level)
-        return total
-
-    def _unsampled(self, orders: Array) -> Array:
-        total = np.zeros_like(orders)
-        for release, steps in self._costly():
-            if release.sample_rate == 1.0:
-                total += steps * real_table(orders, release, self.mechanism, self.bound) * (1.0 + 4e-15)
-        return total
-
-    def _minimise(self, objective: Objective, plain: bool = False) -> tuple[float, float]:
-        curve = MomentCurve(
-            level=self._level,
-            levels=level_count(self.bound),
-            sampled=lambda level: self._level(level, sampled_only=True),
-            unsampled=self._unsampled,
-            interpolate=not plain and self.bound != "published",
-        )
-        return minimise(curve, objective)
-
-    def _epsilon_by_orders(self, delta: float, plain: bool = False) -> float:
-        if delta == 0.0:
-            return math.inf
-        value = max(0.0, self._minimise(epsilon_objective(delta), plain)[0])
-        return value if value < INFINITE else math.inf
-
-    def _pure(self) -> float:
-        """Pure epsilon of the composition: an l2-clipped block has l1 norm at most sqrt(n) rho."""
-        if self.mechanism == "gaussian":
-            return math.inf
-        total = 0.0
-        for release, steps in self._costly():
-            root = 1.0 if self.mechanism == "laplace_l1" else None
-            loss = sum((root or math.sqrt(n)) * rho for n, rho in release.blocks)
-            total += steps * pure_step(release.sample_rate, loss) * (1.0 + 4e-15)
-        return total
-
-    def _pairs(self, pair_of: Callable[[Release, str], Pair]) -> dict[Pair, int]:
-        counts: dict[Pair, int] = {}
-        for release, steps in self._costly():
-            pair = pair_of(release, self.mechanism)
-            counts[pair] = counts.get(pair, 0) + steps
-        return counts
-
-    def _comparison(self) -> Comparison | None:
-        if self.bound != "tight" or self.mechanism == "gaussian":
-            return None
-        return Comparison(self._pairs(compared_pair))
-
-    def _domination(self) -> Composition | None:
-        return Composition(self._pairs(dominating_pair)) if self.bound == "tight" else None
-
-    def _outdone(self, route: Composition, delta: float) -> bool:
-        """Whether domination surely loses to the comparison, whose pairs are closer together: a screen that saves
-        time, never validity. Measured: true where the parameters differ by 15 %, delta well below total variation."""
-        if self.mechanism != "laplace" or delta > 0.1 * route.total_variation():
-            return False
-        comparison = self._comparison()
-        if comparison is None or not comparison.usable(delta):
-            return False
-        releases = [release for release, _ in self._costly()]
-        return all(
-            dominating_pair(r, self.mechanism).parameter >= 1.15 * compared_pair(r, self.mechanism).parameter
-            for r in releases
-        )
-
-    def _epsilon_by_domination(self, delta: float, rival: float) -> float:
-        route = self._domination()
-        if route is None or rival == 0.0 or not route.usable(delta):
-            return math.inf
-        if self._outdone(route, delta) or route.hopeless(delta, rival):
-            return math.inf
-        return route.epsilon(delta)
-
-
-@lru_cache(maxsize=16)
-def _forecast(
-    bound: str, mechanism: str, ledger: tuple[tuple[Release, int], ...], release: Release, steps: int, delta: float
-) -> EpsilonForecast:
-    """Kept, since every fit of a series of equal ones (cross-validation, an audit) asks for the same."""
-    accountant = MajorizedAccountant(bound=bound, mechanism=mechanism)
-    for spent, count in ledger:
-        accountant._charge(spent, count)
-    return build_forecast(accountant, release, steps, delta)
 
 
 def _encode(value: float) -> float | int | str:

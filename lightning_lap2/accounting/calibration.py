@@ -10,7 +10,9 @@ from typing import Any
 from lightning_lap2.accounting import _check
 from lightning_lap2.accounting._search import smallest_safe
 from lightning_lap2.accounting.accountant import MajorizedAccountant
+from lightning_lap2.accounting.composition import Composition
 from lightning_lap2.accounting.release import check_pair, make_release
+from lightning_lap2.accounting.routes.best import best_epsilon
 
 _RTOL = 5e-5
 
@@ -57,6 +59,11 @@ def calibrate_noise_multiplier(
     Raises:
         NoFiniteNoiseError: where no finite noise serves.
         ValueError: an argument is illegal.
+
+    Example:
+        >>> m = calibrate_noise_multiplier(eps=1.0, delta=1e-5, sample_rate=0.0043, steps=5860, dimension=26_010)
+        >>> f"{m:.3f}"
+        '1.456'
     """
     mechanism, bound = check_pair(mechanism, bound)
     eps, delta, steps = _check.eps(eps), _check.delta(delta), _check.steps(steps)
@@ -68,28 +75,18 @@ def calibrate_noise_multiplier(
             f"mechanism={spent.mechanism!r}"
         )
 
-    def composed(m: float) -> MajorizedAccountant:
-        return spent._with(make_release(m, sample_rate, dimension, extra_blocks, layers), steps)
+    def composed(m: float) -> Composition:
+        return spent.composition.adding(make_release(m, sample_rate, dimension, extra_blocks, layers), steps)
 
     def cost(m: float) -> float:
-        return composed(m).epsilon(delta=delta)
-
-    def quick_cost(m: float) -> float:
-        return composed(m)._epsilon_without_domination(delta)
+        return best_epsilon(composed(m), delta, enough=eps)
 
     if cost(0.0) <= eps:
         return 0.0
     if not cost(math.inf) <= eps:
         beside = " with what is released beside (extra_blocks)" if extra_blocks else ""
         raise _no_noise_serves(eps, delta, f"what was released before costs more{beside}")
-    start = _first_guess(eps, delta, sample_rate, steps)
-    # Cheap first: the quick routes bracket the answer from above; the slow one can only lower it.
-    above = smallest_safe(quick_cost, eps, start, _RTOL)
-    if bound != "tight" and above < math.inf:
-        return above
-    if above < math.inf and cost(above / (1.0 + _RTOL)) > eps:
-        return above
-    best = smallest_safe(cost, eps, above if above < math.inf else start, _RTOL, growth=1.15)
+    best = smallest_safe(cost, eps, _first_guess(eps, delta, sample_rate, steps), _RTOL)
     if math.isinf(best):
         raise _no_noise_serves(eps, delta, f"the cost stays above eps up to m = 1e120 at delta={delta!r}")
     return best

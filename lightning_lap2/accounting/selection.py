@@ -33,7 +33,7 @@ from lightning_lap2.accounting import _check
 from lightning_lap2.accounting._search import last_affordable, smallest_safe
 from lightning_lap2.accounting.accountant import MajorizedAccountant
 from lightning_lap2.accounting.calibration import NoFiniteNoiseError, calibrate_noise_multiplier
-from lightning_lap2.accounting.conversion import epsilon_objective
+from lightning_lap2.accounting.routes.conversion import epsilon_objective
 
 Distribution = Literal["negative_binomial", "poisson"]
 

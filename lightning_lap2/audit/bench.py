@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader
 
+from lightning_lap2.batches.generators import seeded_generators
 from lightning_lap2.callback.probe import Probe
-from lightning_lap2.callback.rowcheck import seeded_generators
-from lightning_lap2.callback.selfcheck import Checked
 from lightning_lap2.gradients import ParameterLayout
+from lightning_lap2.gradients.trial import Trial
 from lightning_lap2.report import PrivacyReport
 
 Array = npt.NDArray[np.float64]
@@ -77,7 +77,7 @@ class Bench:
     def __init__(self, training: Training, seed: int) -> None:
         self.training, self.seed = training, seed
         self.claim: PrivacyReport | None = None
-        self._checked: Checked | None = None
+        self._trial: Trial | None = None
         self._accountant: Any = None
 
     def generator(self, run: int) -> np.random.Generator:
@@ -100,14 +100,14 @@ class Bench:
             int(word) for word in np.random.default_rng([self.seed, run, 1]).integers(0, 2**32, size=2)
         )
         privacy = Lap2Privacy(**{**self.training.privacy, **self._fixed_privacy(), "noise_seed": noise_seed})
-        probe.checked = self._checked
+        probe.trial = self._trial
         privacy.attach(probe)
         with seeded_generators(model_seed), quiet():
             trainer = pl.Trainer(
                 **{**self.training.trainer, **self._fixed_trainer(), **QUIET}, callbacks=[privacy, *callbacks]
             )
             trainer.fit(self.training.model(), self.training.loader if loader is None else loader)
-        self._checked = probe.checked
+        self._trial = probe.trial
         self._agree(privacy)
 
     def claim_at(self, delta: float | None) -> tuple[float, float]:

@@ -16,8 +16,8 @@ A run that passes has shown no fault; it is no proof of the guarantee, which res
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -29,10 +29,11 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_lap2 import _validate
 from lightning_lap2.audit.bench import QUIET, Training, quiet
 from lightning_lap2.audit.replay_result import Neighbour, ReplayResult
+from lightning_lap2.batches.generators import seeded_generators
 from lightning_lap2.callback.probe import Probe, Release
-from lightning_lap2.callback.rowcheck import seeded_generators
 from lightning_lap2.gradients import StepCall
 from lightning_lap2.mechanism import Norm
+from lightning_lap2.noise.grid import spacing
 from lightning_lap2.sampling import Part, rebuild_loader
 
 Null = Literal["absent", "zero"]
@@ -113,18 +114,19 @@ class _Run(Probe):
         random: the step used one of the global random generators.
     """
 
+    cells = 2**30  # two releases with one noise are compared: finer than what is compared
+
     def __init__(self, record: int | None = None, null: Null = "absent", reference: _Run | None = None) -> None:
         self.record, self.null, self.reference = record, null, reference
         if record is not None and null == "absent":
             self.absent = frozenset((record,))
         if reference is not None:
-            self.checked = reference.checked
+            self.trial = reference.trial
         self.values: list[Tensor] = []
         self.coins: list[tuple[int, int, int, tuple[int, ...]]] = []
         self.drawn_at: dict[int, set[int]] = {}
         self.logged: list[float] = []
         self.random = False
-        self._before: Any = None
 
     def begin(self, release: Release) -> None:
         self.release = release
@@ -134,14 +136,22 @@ class _Run(Probe):
         for index in present:
             self.drawn_at.setdefault(index, set()).add(part.release)
         self.coins.append((part.release, part.index, part.of, tuple(sorted(present))))
-        self._before = _states()
+        context = call.context
+        call = replace(call, context=lambda: self._noting(context()))
         if self.record not in part.records or self.null == "absent":
             return call
-        row = part.records.index(self.record)
-        return replace(call, revise=lambda first, gradients: _without(row - first, gradients))
+        place = part.records.index(self.record)
+        return replace(call, revise=lambda places, gradients: _without(list(places), place, gradients))
+
+    @contextmanager
+    def _noting(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """Around the user's step: whether it draws random numbers."""
+        before = _states()
+        with context:
+            yield
+        self.random |= not _equal_states(before, _states())
 
     def released(self, values: Tensor) -> None:
-        self.random |= not _equal_states(self._before, _states())
         self.values.append(values.detach().clone())
 
     def callback(self, steps: int) -> Any:
@@ -168,10 +178,11 @@ class _EnoughError(Exception):
     """Ends a fit whose first steps were asked for."""
 
 
-def _without(row: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """``gradients`` ``[b, *shape]`` with zeros in one row, where it is among them."""
-    if not 0 <= row < len(gradients[0]):
+def _without(places: list[int], place: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """``gradients`` ``[b, *shape]`` of the examples at ``places`` with zeros for that at ``place``, if it is there."""
+    if place not in places:
         return gradients
+    row = places.index(place)
     found = [g.clone() for g in gradients]
     for g in found:
         g[row] = 0.0
@@ -209,12 +220,15 @@ def _compare(record: int, one: _Run, other: _Run, report: dict[str, Any], withou
         "logged epsilon": one.logged == other.logged,
     }
     changed += [name for name, equal in public.items() if not equal]
-    norm, unit = one.release.mechanism.norm, one.release.mechanism.max_grad_norm / one.release.normaliser
+    # C less its margin, which is for rounding and not for a gradient to use up
+    norm, unit = one.release.mechanism.norm, one.release.mechanism.clip_norm / one.release.normaliser
     drawn_at = one.drawn_at.get(record, set())
+    cell = spacing(one.release.mechanism.scale, one.cells) / one.release.normaliser
+    cells = cell * _length(torch.ones(one.release.layout.numel, dtype=torch.float64), norm) / unit
     moved, elsewhere, rounding = 0.0, 0.0, 0.0
     for number, (mine, theirs) in enumerate(zip(one.values, other.values, strict=False)):
         difference = _length(mine.double() - theirs.double(), norm) / unit
-        rounding = max(rounding, 4 * torch.finfo(mine.dtype).eps * _length(mine.double(), norm) / unit)
+        rounding = max(rounding, 4 * torch.finfo(mine.dtype).eps * _length(mine.double(), norm) / unit + cells)
         if number + _first_release(one) in drawn_at:
             moved = max(moved, difference)
         else:

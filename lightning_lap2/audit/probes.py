@@ -110,15 +110,14 @@ class GradientProbe(LeaveOut):
         self._part = part
         return replace(call, revise=self._revise)
 
-    def _revise(self, first: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _revise(self, places: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """Canaries take the places of their records' gradients; the others are remembered."""
-        count = len(gradients[0])
-        canaries = [self.slots.get(index, -1) for index in self._part.records[first : first + count]]
+        canaries = [self.slots.get(self._part.records[place], -1) for place in places]
         real = torch.tensor([k < 0 for k in canaries])
         if bool(real.any()):
             rows = torch.cat([g.detach()[real].reshape(int(real.sum()), -1).double().cpu() for g in gradients], dim=1)
             mechanism = self.release.mechanism
-            self._others += clipped_sum(rows, mechanism.max_grad_norm, mechanism.norm)
+            self._others += clipped_sum(rows, mechanism.clip_norm, mechanism.norm)
         if bool(real.all()):
             return gradients
         revised = [g.clone() for g in gradients]
@@ -146,7 +145,7 @@ class GradientProbe(LeaveOut):
 
     def _views_revealed(self, y: Array) -> list[View]:
         """What is seen of each canary by who knows all the others: noise, and this canary if it was drawn."""
-        c, b = self.release.mechanism.max_grad_norm, self._scale
+        c, b = self.release.mechanism.clip_norm, self._scale
         distribution = self.release.mechanism.distribution
         noise = y - self.directions.combine(c * self._times)
         places, spread = self.directions.coordinates, self.directions.spread
@@ -159,7 +158,7 @@ class GradientProbe(LeaveOut):
 
     def _views(self, y: Array) -> list[View]:
         """What is seen of each canary in the release alone."""
-        c, b = self.release.mechanism.max_grad_norm, self._scale
+        c, b = self.release.mechanism.clip_norm, self._scale
         distribution = self.release.mechanism.distribution
         places, spread = self.directions.coordinates, self.directions.spread
         std = b if distribution == "gaussian" else np.sqrt(2) * b

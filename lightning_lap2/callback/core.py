@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 from lightning_lap2.accounting import MajorizedAccountant
+from lightning_lap2.callback import marks
 from lightning_lap2.callback.adaptive import current_threshold
+from lightning_lap2.callback.hyperparameters import log_hyperparameters
 from lightning_lap2.callback.journal import local_path
-from lightning_lap2.callback.ledger import Ledger
+from lightning_lap2.callback.ledger import Account, Ledger
 from lightning_lap2.callback.probe import Probe
 from lightning_lap2.callback.reporting import make_report
-from lightning_lap2.callback.resume import Resumed
+from lightning_lap2.callback.resume import Resumed, find_ledger
 from lightning_lap2.callback.session import FitSession
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.callback.stepvalue import StepValue
@@ -44,7 +47,7 @@ class Lap2Core:
         bound: Literal["tight", "joint", "published"] = "tight",
         sampling: Literal["poisson", "none"] = "poisson",
         clipping: Literal["flat", "automatic", "per_layer", "adaptive"] = "flat",
-        engine: Literal["vmap", "ghost", "loop", "auto"] = "vmap",
+        engine: Literal["auto", "ghost", "vmap", "loop"] = "auto",
         chunk_size: int | None = None,
         augmentations: int = 1,
         noise_source: Literal["auto", "aes", "torch"] = "auto",
@@ -54,6 +57,7 @@ class Lap2Core:
         target_quantile: float | None = None,
         clip_learning_rate: float | None = None,
         count_noise_scale: float | None = None,
+        on_record_error: Literal["raise", "zero"] = "raise",
     ) -> None:
         super().__init__()
         self.settings = Settings(
@@ -75,13 +79,33 @@ class Lap2Core:
             target_quantile=target_quantile,
             clip_learning_rate=clip_learning_rate,
             count_noise_scale=count_noise_scale,
+            on_record_error=on_record_error,
         )
-        self._ledger = Ledger(self.settings)
+        self._account = Account(Ledger(self.settings))
         self._session: FitSession | None = None
         self._probe: Probe | None = None
         self._logged = StepValue("privacy/epsilon", prog_bar=True)
         self._logged_threshold = StepValue("privacy/max_grad_norm")
-        self._facts: dict[str, Any] = {}
+
+    @property
+    def state_key(self) -> str:
+        """Of the ledger in a checkpoint: one name for subclasses and in both namespaces, so that each finds it."""
+        return "Lap2Privacy"
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._account.ledger
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        return self._account.facts
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: a fit that goes on stays with its own callback. A copy in this process shares ledger
+        and facts; one from a pickle has them as they were."""
+        own = {"_session": None, "_logged": self._logged.fresh(), "_logged_threshold": self._logged_threshold.fresh()}
+        # Lightning lends a callback its module's log and log_dict for each fit
+        return {name: value for name, value in {**vars(self), **own}.items() if name not in ("log", "log_dict")}
 
     # -- what can be read -----------------------------------------------------------------------------------------
 
@@ -138,7 +162,7 @@ class Lap2Core:
 
     @property
     def steps(self) -> int:
-        """Releases made so far, over all fits and resumed checkpoints."""
+        """Releases made so far, over all fits of the weights and resumed checkpoints."""
         return self._ledger.releases
 
     @property
@@ -174,7 +198,7 @@ class Lap2Core:
             return
         self._end_session(completed=False)
         session = FitSession(
-            self.settings, self._ledger, trainer, pl_module, self._pl, self._planned, probe=self._probe
+            self.settings, self._account, trainer, pl_module, self._pl, self._planned, probe=self._probe
         )
         session.begin()
         self._session = session
@@ -184,8 +208,11 @@ class Lap2Core:
         if session is None:
             return
         session.resumed, session.checkpoint_seen = Resumed.from_checkpoint(checkpoint), True
-        if not (checkpoint.get("callbacks") or {}).get(self.state_key):  # type: ignore[attr-defined]
+        state = find_ledger(checkpoint, self.state_key)
+        if state is None:
             session.untracked_checkpoint()
+        elif not checkpoint["callbacks"].get(self.state_key):
+            self.load_state_dict(state)  # kept under another class's name; under ours Lightning loads it
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         session = self._session
@@ -198,27 +225,27 @@ class Lap2Core:
         assert session is not None
         session.check_before_training()
         session.open_journal()
-        self._facts["caveats"], self._facts["engine"] = session.checked.notes, session.engine.name
-        for logger in trainer.loggers:
-            logger.log_hyperparams(
-                {
-                    "privacy/delta": self.delta,
-                    "privacy/noise_multiplier": self.noise_multiplier,
-                    "privacy/sample_rate": self.sample_rate,
-                    "privacy/max_grad_norm": self.max_grad_norm,
-                }
-            )
+        marks.put(pl_module, self._ledger)
+        self._facts["caveats"], self._facts["engine"] = session.trial.notes, session.engine_name
+        values = {
+            "privacy/delta": self.delta,
+            "privacy/noise_multiplier": self.noise_multiplier,
+            "privacy/sample_rate": self.sample_rate,
+            "privacy/max_grad_norm": self.max_grad_norm,
+        }
+        log_hyperparameters(trainer.loggers, values, self._ledger, self._warn)
 
     def _planned(self, session: FitSession) -> None:
         plan, facts = session.plan, session.facts
         assert plan is not None and facts is not None
-        self._facts = {
+        self._account.facts = {
             "noise_multiplier": plan.noise_multiplier,
             "sample_rate": facts.sample_rate,
             "expected_batch_size": facts.expected_batch_size,
             "num_examples": facts.num_examples,
             "dimension": session.layout.numel,
             "count_noise_scale": session.releases.mechanism.count_noise_scale,
+            "rounding_margin": session.releases.mechanism.margin if plan.noise_multiplier else None,
             "planned_steps": session.planned_steps,
             "noise_source": session.releases.noise.name,
             "world_size": session.trainer.world_size,
@@ -253,10 +280,6 @@ class Lap2Core:
         # of what the module logged in on_train_epoch_end, which runs after this callback's
         self._session.check_feedback()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        assert self._session is not None
-        self._session.batch_fetched(batch)
-
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         assert self._session is not None
         self._session.release()
@@ -272,8 +295,10 @@ class Lap2Core:
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         assert self._session is not None
+        self._session.check_trained()
         self._session.check_feedback()
         self._session.check_weights()
+        marks.put(pl_module, self._ledger)
 
     # -- end, however it comes ------------------------------------------------------------------------------------
 
@@ -285,26 +310,30 @@ class Lap2Core:
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":
             self._end_session(completed=True)
+            # here, after other callbacks' on_train_end may have put averaged weights into the module
+            marks.seal(pl_module, self._ledger)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._end_session(completed=False)
+        try:
+            self._end_session(completed=False)
+        finally:
+            marks.seal(pl_module, self._ledger)
 
     def _end_session(self, *, completed: bool) -> None:
-        """Closes the journal, writes the report, and undoes every patch even if one of the former fails."""
+        """Closes the journal, writes the report and undoes every patch; each even if one before it fails."""
         session, self._session = self._session, None
         if session is None:
             return
-        try:
-            _even_if_interrupted(lambda: self._close_journal(session, completed=completed))
+        with ExitStack() as last_first:
+            last_first.callback(session.end)
             if session.plan is not None:
                 self._facts["dimension"] = session.layout.numel
-                _even_if_interrupted(lambda: self._write_report(session))
-        finally:
-            session.end()
+                last_first.callback(_even_if_interrupted, lambda: self._write_report(session))
+            last_first.callback(_even_if_interrupted, lambda: self._close_journal(session, completed=completed))
 
     def _write_report(self, session: FitSession) -> None:
         if session.trainer.is_global_zero and session.directory is not None:
-            write_report(self.report(), session.directory, warn=session.pl.utilities.rank_zero_warn)
+            write_report(self.report(), session.directory, warn=self._warn)
 
     def _close_journal(self, session: FitSession, *, completed: bool) -> None:
         try:
@@ -336,13 +365,14 @@ class Lap2Core:
         return self._ledger.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        before = self.steps
-        self._ledger.load_state_dict(state_dict)
-        if before > self.steps:
-            self._pl.utilities.rank_zero_warn(
-                f"Lap2Privacy: this callback had counted {before} releases, the checkpoint {self.steps}; the ledger "
-                "goes on from the checkpoint, as another branch. Whoever sees both branches' results knows both"
-            )
+        before, ledger = self.steps, Ledger(self.settings)
+        ledger.load_state_dict(state_dict)
+        self._account.ledger = ledger  # a new one: modules trained with this callback keep what they have spent
+        if branch := ledger.branched_off(before):
+            self._warn(branch)
+
+    def _warn(self, text: str) -> None:
+        self._pl.utilities.rank_zero_warn(f"Lap2Privacy: {text}")
 
 
 def _even_if_interrupted(act: Callable[[], None]) -> None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_lap2.callback.refusals import UnsupportedSettingError
 from lightning_lap2.callback.settings import Sampling
+from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.sampling import (
+    ExampleLoader,
     Part,
     PoissonBatchSampler,
     RecordedBatchSampler,
     check_loader,
     provably_once,
-    rebuild_loader,
 )
+from lightning_lap2.sampling.repeats import index_digest, refuse_repeating_stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class DataFacts:
         sample_rate: q = expected_batch_size / N under Poisson sampling, 1 otherwise.
         batches_per_epoch: loader batches per epoch and rank, ``inf`` if unknown.
         once_per_pass: each example is provably used at most once per pass (``sampling="none"``).
+        rows: which rows the data set picks of those in it, in short. Equal on all ranks, else each has a shard of its
+            own; from epoch to epoch it may change.
     """
 
     num_examples: int | None
@@ -37,6 +40,7 @@ class DataFacts:
     sample_rate: float
     batches_per_epoch: float
     once_per_pass: bool
+    rows: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,7 @@ class TrainingData:
     Args:
         loader: what Lightning would have trained on, after its own sampler injection.
         limit: ``Trainer(limit_train_batches)``.
+        skip_errors: a record that cannot be read counts as one without a gradient.
         views: rows per example in a batch; no number of :class:`DataFacts` depends on it.
 
     Raises:
@@ -70,8 +75,9 @@ class TrainingData:
         world_size: int,
         seed: int | None,
         views: int = 1,
+        skip_errors: bool = False,
     ) -> None:
-        self._accumulate, self.views = accumulate, views
+        self._accumulate, self.views, self._skip_errors = accumulate, views, skip_errors
         self.sampler: PoissonBatchSampler | RecordedBatchSampler | None
         if sampling == "poisson":
             check_loader(loader)
@@ -86,20 +92,21 @@ class TrainingData:
                 seed=seed,
                 views=views,
             )
-            self.loader: Any = rebuild_loader(loader, self.sampler)
+            self.loader: Any = ExampleLoader(loader, self.sampler, views=views, skip_errors=skip_errors)
             self.facts = DataFacts(
                 num_examples=len(loader.dataset),
                 expected_batch_size=self.sampler.expected_batch_size,
                 sample_rate=self.sampler.sample_rate,
                 batches_per_epoch=self._batches,
                 once_per_pass=True,
+                rows=index_digest(loader.dataset),
             )
         else:
-            self._keep_order(loader, limit=limit, world_size=world_size)
+            self._keep_order(loader, limit=limit, rank=rank, world_size=world_size, seed=seed)
         self.position = Position(release=0, batch=0)
         self._iterated = 0
 
-    def _keep_order(self, loader: Any, *, limit: float, world_size: int) -> None:
+    def _keep_order(self, loader: Any, *, limit: float, rank: int, world_size: int, seed: int | None) -> None:
         self.source = loader
         iterable = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
         length: float
@@ -114,11 +121,15 @@ class TrainingData:
                     f"augmentations={self.views} asks the data set several times for one record, which an "
                     "IterableDataset cannot answer; use a map-style data set, or augmentations=1"
                 )
-            self.sampler, self.loader, length = None, loader, _length(loader)
+            refuse_repeating_stream(loader)
+            self.sampler, self.loader, length = None, ExampleLoader(loader, None), _length(loader)
         else:
             provably_once(loader, world_size)
-            self.sampler = RecordedBatchSampler(loader.batch_sampler, accumulate=self._accumulate, views=self.views)
-            self.loader, length = rebuild_loader(loader, self.sampler), len(loader)
+            self.sampler = RecordedBatchSampler(
+                loader.batch_sampler, accumulate=self._accumulate, views=self.views, seed=seed, rank=rank
+            )
+            self.loader = ExampleLoader(loader, self.sampler, views=self.views, skip_errors=self._skip_errors)
+            length = len(loader)
         expected = _batch_size(loader) * self._accumulate * world_size
         self._batches = _limited(length, limit)
         self.facts = DataFacts(
@@ -127,6 +138,7 @@ class TrainingData:
             sample_rate=1.0,
             batches_per_epoch=self._batches,
             once_per_pass=not iterable,
+            rows=index_digest(loader.dataset),
         )
 
     def leave_out(self, absent: frozenset[int]) -> None:
@@ -148,11 +160,11 @@ class TrainingData:
         if self.sampler is not None:
             self.sampler.start(release=position.release, batch_idx=position.batch, num_batches=int(self._batches))
 
-    def next_part(self, rows: int) -> Part:
+    def next_part(self, found: int) -> Part:
         """What the loader batch that was just fetched is: its window and its number of drawn examples.
 
         Args:
-            rows: examples that the batch holds; for an IterableDataset the only count there is.
+            found: examples that the batch holds; for an IterableDataset the only count there is.
         """
         if self.sampler is not None:
             return self.sampler.next_part()
@@ -162,7 +174,7 @@ class TrainingData:
             release=number // self._accumulate,
             index=number % self._accumulate,
             of=self._accumulate,
-            count=rows,
+            count=found,
         )
 
 

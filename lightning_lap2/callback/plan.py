@@ -195,6 +195,24 @@ def summary(settings: Settings, terms: Terms, end: float, noise_multiplier: floa
     return {"eps": settings.eps, **terms, "end": end, "noise_multiplier": noise_multiplier}
 
 
+def changes(previous: dict[str, Any], now: dict[str, Any], *, resumed: bool) -> str:
+    """What differs between two plans of one ledger, in words; empty where the first is carried on.
+
+    Args:
+        resumed: the Trainer goes on counting where the first one stood, so an equal end is the same end.
+    """
+    if not previous:
+        return ""
+    names = [name for name in {**previous, **now} if previous.get(name) != now.get(name)]
+    words = [f"{_WORDS.get(name, name)} {previous.get(name)} became {now.get(name)}" for name in names]
+    if not resumed and "end" not in names:
+        words.append("training began once more")
+    return ", ".join(words)
+
+
+_WORDS = {"end": "the last step"}
+
+
 def check_summary(found: dict[str, Any]) -> dict[str, Any]:
     """A loaded :func:`summary`, or the empty one of a ledger without a plan.
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_lap2.callback.selfcheck import Checked
 from lightning_lap2.gradients import ParameterLayout, StepCall
+from lightning_lap2.gradients.trial import Trial
 from lightning_lap2.mechanism import Mechanism
+from lightning_lap2.noise.grid import CELLS
 from lightning_lap2.sampling import Part
 
 
@@ -42,12 +43,14 @@ class Probe:
     Attributes:
         absent: indices of records that are left out of the data: they are drawn like any other, and dropped. N, q
             and the plan are those of the whole data, so this is the neighbouring data set of the same public N.
-        checked: what the self-check of an earlier fit of the same module and data found; ``None`` lets this fit
-            make it. Set by the fit.
+        trial: what an earlier fit of the same module and data found by trying the step; ``None`` lets this fit try it.
+            Set by the fit.
+        cells: of the grid of the releases; see :class:`~lightning_lap2.noise.NoiseSource`.
     """
 
     absent: frozenset[int] = frozenset()
-    checked: Checked | None = None
+    trial: Trial | None = None
+    cells: int = CELLS
 
     def begin(self, release: Release) -> None:
         """The plan stands; no step is taken yet."""

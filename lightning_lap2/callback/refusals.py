@@ -12,13 +12,10 @@ from typing import Any
 
 import torch
 
+from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.mechanism import Mechanism
-from lightning_lap2.noise.base import MAX_UNITS
-
-
-class UnsupportedSettingError(ValueError):
-    """A setting under which the guarantee is not proven. The message names it, its value and the alternative."""
-
+from lightning_lap2.noise.base import scale_range
+from lightning_lap2.noise.grid import LARGEST_SUM, spacing
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16)
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
@@ -109,16 +106,21 @@ def check_module(module: Any) -> None:
 
 
 def check_optimizers(optimizers: Iterable[Any]) -> None:
-    """Optimizers that step more than once per release.
+    """Optimizers that step more than once per release, or that want gradients which noise does not leave.
 
     Raises:
-        UnsupportedSettingError: LBFGS.
+        UnsupportedSettingError: LBFGS, SparseAdam.
     """
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedSettingError(
                 "the optimizer LBFGS calls its closure several times per step, each a release of its own; use SGD, "
                 "Adam, AdamW or another first-order optimizer"
+            )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise UnsupportedSettingError(
+                "the optimizer SparseAdam takes sparse gradients only, but noise falls on every row of a table: use Adam; "
+                "nn.Embedding(sparse=True) may stay"
             )
 
 
@@ -186,17 +188,31 @@ def check_range(mechanism: Mechanism, dtype: torch.dtype, num_examples: int | No
         batch_size: the normaliser.
 
     Raises:
-        UnsupportedSettingError: C or the scale of the noise is too small or too large.
+        UnsupportedSettingError: C or the scale of the noise is too small or too large, or the rounding of sum and noise
+            could take half of C.
     """
     scale, clip, limits = mechanism.scale, mechanism.max_grad_norm, torch.finfo(dtype)
     if not scale:
         return
-    low, high = limits.tiny * batch_size, limits.max / MAX_UNITS / 2
-    if not low <= scale <= high or clip * (num_examples or 2**31) > limits.max / 2:
+    largest_sum = clip * (num_examples or 2**31)
+    smallest, largest = scale_range(dtype)
+    low, high = smallest * batch_size, largest / 2
+    if not low <= scale <= high or largest_sum > limits.max / 2:
         raise UnsupportedSettingError(
             f"max_grad_norm={clip:g} with noise_multiplier={mechanism.noise_multiplier:g} (scale {scale:g}) is "
             f"outside what {dtype} can hold, {low:.3g} to {high:.3g}; choose another max_grad_norm (rescale the "
             "loss), or Trainer(precision='64-true')"
+        )
+    if largest_sum > LARGEST_SUM * spacing(scale):
+        raise UnsupportedSettingError(
+            f"noise_multiplier={mechanism.noise_multiplier:g} is too little beside a sum of up to {largest_sum:g}, "
+            "which float64 cannot round to the noise's grid; give at least 1e-3"
+        )
+    if mechanism.margin > 0.5:
+        raise UnsupportedSettingError(
+            f"rounding could take {mechanism.margin:.0%} of max_grad_norm with mechanism={mechanism.name!r}, "
+            f"noise_multiplier={mechanism.noise_multiplier:g} and batches of {batch_size} examples in {dtype}; use "
+            "mechanism='laplace', smaller batches, or Trainer(precision='64-true')"
         )
 
 

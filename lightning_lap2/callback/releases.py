@@ -15,7 +15,7 @@ from lightning_lap2.callback.plan import affordable_charges
 from lightning_lap2.callback.probe import Probe
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.callback.spending import Spending
-from lightning_lap2.callback.window import Window, distributed_sum, release_
+from lightning_lap2.callback.window import Window, release_
 from lightning_lap2.gradients import Clipper, ParameterLayout, make_clipper
 from lightning_lap2.mechanism import Mechanism
 from lightning_lap2.noise import NoiseSource
@@ -121,7 +121,6 @@ class Releases:
             return total is None
         self.spending.charge(self.charge(layout.numel), accounted=accounted)
         self._pass_charged = True
-        total[layout.numel :] *= self.mechanism.count_factor
         release_(
             total,
             noise=self.noise,
@@ -129,9 +128,9 @@ class Releases:
             distribution=self.mechanism.distribution,
             normaliser=self.facts.expected_batch_size,
             release=self.ledger.releases - 1,
+            last_factor=self.mechanism.count_factor,
             rank=self._rank,
             world_size=self._world_size,
-            all_reduce=distributed_sum if self._world_size > 1 else None,
         )
         if self._probe is not None:
             self._probe.released(total[: layout.numel])
@@ -162,7 +161,7 @@ def specification(
         max_grad_norm=None if threshold is None else threshold.value,
         layer_sizes=layout.layer_sizes,
         expected_batch_size=facts.expected_batch_size,
-    )
+    ).for_sum(dimension=layout.numel, examples=facts.expected_batch_size, unit=torch.finfo(layout.dtype).eps / 2)
 
 
 def by_pass(settings: Settings, facts: DataFacts) -> bool:
@@ -172,19 +171,3 @@ def by_pass(settings: Settings, facts: DataFacts) -> bool:
 
 def _trainable(module: nn.Module) -> Sequence[bool]:
     return [p.requires_grad for p in module.parameters()]
-
-
-def with_leaf_loss(output: Any, device: torch.device) -> Any:
-    """The step's output with a loss that Lightning's backward can run on without touching any parameter.
-
-    A step that returned None still gives a (zero) loss: its window is released and charged all the same.
-    """
-
-    def leaf(loss: Tensor) -> Tensor:
-        return loss.detach().clone().requires_grad_()
-
-    if output is None:
-        return leaf(torch.zeros((), device=device))
-    if isinstance(output, Tensor):
-        return leaf(output)
-    return {**output, "loss": leaf(output["loss"])}

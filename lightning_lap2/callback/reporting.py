@@ -10,28 +10,33 @@ from lightning_lap2._version import __version__
 from lightning_lap2.callback.adaptive import current_threshold
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.settings import CLIP_LEARNING_RATE, TARGET_QUANTILE, Settings
-from lightning_lap2.report import PrivacyReport
+from lightning_lap2.report import GENERAL_CAVEATS, PrivacyReport
 
-SELECTION_CAVEAT = (
-    "Validation, checkpoint selection, early stopping and hyperparameter search on private data are not covered."
-)
-_ALWAYS = (
-    "The training loss and every metric logged from training_step are computed from the data without noise; they "
-    "are not covered.",
-    SELECTION_CAVEAT,
-    "The guarantee is for one example of the data set (not for a user with several, not for replacing one), and "
-    "takes the number of examples and the batch size as public.",
-    "The proof is in real arithmetic, the outputs are floating point numbers: whoever knows all other records to the "
-    "last bit and sees exact released sums can learn more than epsilon says (docs/guarantee.md, section 11).",
+_TORCH_NOISE = (
+    "The noise is drawn from torch's generator, keyed anew by the operating system at each release. It is a "
+    "statistical generator and not a cryptographic one: the guarantee holds if its output cannot be told from uniform "
+    "bits. noise_source='aes' does not need that."
 )
 
 
 def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> PrivacyReport:
-    """The report of a ledger; ``facts`` as the callback gathered them when its fit was planned."""
+    """The report of what a ledger has been charged.
+
+    Args:
+        settings: the callback's arguments.
+        ledger: releases and their epsilon, over all fits that it knows.
+        facts: sizes and choices as the callback gathered them when its latest fit was planned; empty before the first
+            fit, whose values are then ``None`` in the report.
+
+    Returns:
+        The report; its caveats are those that apply, the gravest first, :data:`~lightning_lap2.report.GENERAL_CAVEATS`
+        last. Epsilon is in nats, C and the noise scale in units of the gradient.
+    """
     multiplier = facts.get("noise_multiplier", settings.noise_multiplier)
     threshold = current_threshold(settings, ledger.clipping)
     adaptive = settings.clipping == "adaptive"
     return PrivacyReport(
+        run=ledger.run,
         eps=settings.eps,
         epsilon=ledger.epsilon(),
         delta=settings.delta,
@@ -59,6 +64,7 @@ def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> Pr
         world_size=facts.get("world_size"),
         caveats=tuple(_caveats(settings, ledger, facts)),
         versions=_versions(),
+        rounding_margin=facts.get("rounding_margin"),
         clipping_threshold=threshold if adaptive else None,
         target_quantile=settings.target_quantile or TARGET_QUANTILE if adaptive else None,
         clip_learning_rate=settings.clip_learning_rate or CLIP_LEARNING_RATE if adaptive else None,
@@ -92,9 +98,49 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
                 "The data set cannot be checked for repeats: the guarantee assumes that each example enters an "
                 "optimizer step at most once."
             )
+    found += ledger.caveats
+    if ledger.elsewhere:
+        found.append(
+            f"{ledger.elsewhere} later releases of this run exist in other branches, which went on from an earlier "
+            "checkpoint: they are not in this epsilon. Whoever sees the results of several branches sees the releases "
+            "of all."
+        )
+    if ledger.changes:
+        found.append(
+            f"Arguments changed between the fits of this ledger ({_shortened(ledger.changes)}). Epsilon composes all "
+            "releases as if their parameters had been fixed beforehand. Where they were chosen after looking at "
+            "released weights or at metrics, that takes a Renyi filter (Feldman and Zrnic 2021, arXiv 2008.11193; "
+            "Whitehouse et al. 2023, arXiv 2203.05481), which is not offered here."
+        )
+    if settings.on_record_error == "zero":
+        found.append(
+            "on_record_error='zero': a record that cannot be read, or on which the step raises, counts as one "
+            "without a gradient, and nothing says how many did"
+        )
+    found += facts.get("caveats", ())
+    if facts.get("noise_source") == "torch":
+        found.append(_TORCH_NOISE)
+    if facts.get("rounding_margin"):
+        found.append(_floating_point(facts["rounding_margin"]))
     if facts.get("fast_dev_run"):
         found.append("fast_dev_run: a trial run, charged like any other.")
-    return [*found, *ledger.caveats, *facts.get("caveats", ()), *_ALWAYS]
+    return [*found, *GENERAL_CAVEATS]
+
+
+def _floating_point(margin: float) -> str:
+    """What is proven of the floats that come out, and what is measured."""
+    return (
+        "Floating point: each sum has its noise added in float64 and is rounded once, to a grid; that costs no more "
+        "than a shift of 2^-32 noise scales in each coordinate (proven: docs/guarantee.md, Theorem 8). How far the "
+        "rounding of the sum itself can move it is measured, not proven. Both are paid for by a margin: gradients are "
+        f"clipped to {1 - margin:.6g} of max_grad_norm, all of which is charged."
+    )
+
+
+def _shortened(sentences: list[str], shown: int = 3) -> str:
+    """The latest of them, and how many there are besides."""
+    more = [f"{len(sentences) - shown} earlier changes"] if len(sentences) > shown else []
+    return "; ".join(more + sentences[-shown:])
 
 
 def _versions() -> dict[str, str]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_lap2.callback.journal import FILE_NAME, local_path
+from lightning_lap2.callback.journal import PATTERN, local_path
 from lightning_lap2.callback.ledger import Ledger
-from lightning_lap2.callback.refusals import UnsupportedSettingError
 from lightning_lap2.callback.settings import Settings
+from lightning_lap2.errors import UnsupportedSettingError
 
 NO_JOURNAL = (
     "checkpoints are saved, but no folder of this run is on a local disk, so no journal of releases is kept: were the "
@@ -57,25 +57,53 @@ def accept_untracked(settings: Settings, ledger: Ledger) -> None:
 
 
 def settle(ledger: Ledger, trainer: Any, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
-    """Charges what a killed run released after the checkpoint, on every rank the same.
+    """Charges what killed runs released after the checkpoint, on every rank the same, and counts what other branches
+    released.
 
     Raises:
-        ValueError: that run's journal is there and damaged.
+        ValueError: a journal is there and damaged.
     """
-    found, owed = True, []
-    if trainer.is_global_zero:
-        found, owed = ledger.find_journal(_beside(trainer.ckpt_path)), ledger.owed()
-    found, owed = trainer.strategy.broadcast((found, owed))
-    ledger.settle(owed)
-    if not found:
+    found = ledger.find(_beside(trainer.ckpt_path)) if trainer.is_global_zero else None
+    found = trainer.strategy.broadcast(found)
+    ledger.settle(found)
+    if found.lost:
         lost = (
             "the journal of the run that saved the checkpoint was not found; had that run been killed, what it "
             "released after the checkpoint would be missing from the ledger"
         )
         ledger.add_caveat(lost)
-        warn(f"{lost}. Keep {FILE_NAME} beside the checkpoints or in the folder above them")
-    if owed:
-        say(f"{len(owed)} releases made after the checkpoint by a run that was killed are charged to the ledger")
+        warn(f"{lost}. Keep {PATTERN} beside the checkpoints or in the folder above them")
+    if found.owed:
+        say(f"{len(found.owed)} releases made after the checkpoint by a run that was killed are charged to the ledger")
+    if found.elsewhere:
+        say(
+            f"{found.elsewhere} releases of other branches of this run exist: they are not charged here, and the "
+            "report says so"
+        )
+
+
+def find_ledger(checkpoint: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    """The ledger in a checkpoint, under whatever name the callback's class had when it was saved.
+
+    Raises:
+        UnsupportedSettingError: several, none of them under ``key``.
+    """
+    states = checkpoint.get("callbacks") or {}
+    if states.get(key):
+        return dict(states[key])
+    found = {
+        name: dict(state) for name, state in states.items() if isinstance(state, Mapping) and state.keys() >= _ENTRIES
+    }
+    if len(found) > 1:
+        raise UnsupportedSettingError(
+            f"the checkpoint holds several privacy ledgers ({', '.join(map(str, found))}), none of them under the "
+            f"state key {key!r}; give the callback the state_key of the one to go on from"
+        )
+    return next(iter(found.values()), None)
+
+
+# by which a ledger is known
+_ENTRIES = {"releases", "accountant", "delta", "sampling", "checksum"}
 
 
 def _beside(checkpoint: Any) -> list[Path]:

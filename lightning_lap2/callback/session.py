@@ -8,33 +8,40 @@ One batch: ``TrainingData`` drew it -> ``Engine.accumulate`` adds its clipped pe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_lap2.callback import refusals
+import torch
+
+from lightning_lap2.batches import ExampleBatch
+from lightning_lap2.callback import marks, refusals
 from lightning_lap2.callback.adaptive import AdaptiveThreshold, dear_count
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
-from lightning_lap2.callback.enginechoice import choose_engine
+from lightning_lap2.callback.delivery import Delivery, find_examples
 from lightning_lap2.callback.feedback import FeedbackWatch
 from lightning_lap2.callback.journal import local_path
-from lightning_lap2.callback.ledger import Ledger
+from lightning_lap2.callback.ledger import UNLINKED, Account, Ledger
 from lightning_lap2.callback.patches import Patches, muted_loggers
-from lightning_lap2.callback.plan import Horizon, Plan, horizon, make_plan, summary, terms_of
+from lightning_lap2.callback.plan import Horizon, Plan, changes, horizon, make_plan, summary, terms_of
 from lightning_lap2.callback.probe import Probe, Release
-from lightning_lap2.callback.refusals import UnsupportedSettingError
-from lightning_lap2.callback.releases import Releases, by_pass, specification, with_leaf_loss
+from lightning_lap2.callback.releases import Releases, by_pass, specification
 from lightning_lap2.callback.resume import NO_JOURNAL, Resumed, accept_untracked, settle
-from lightning_lap2.callback.selfcheck import Checked, check_step
 from lightning_lap2.callback.settings import Settings
-from lightning_lap2.gradients import Engine, ParameterLayout, StepCall, UnsupportedModelError
-from lightning_lap2.gradients.batches import rows
+from lightning_lap2.errors import UnsupportedModelError, UnsupportedSettingError
+from lightning_lap2.gradients import ParameterLayout, StepCall, StepRunner
 from lightning_lap2.gradients.engines import make_engine
+from lightning_lap2.gradients.trial import Trial, identical_views, try_step
 from lightning_lap2.noise import make_noise_source
-from lightning_lap2.sampling import Part
+from lightning_lap2.noise.grid import CELLS
+from lightning_lap2.sampling import Part, peek
+
+# records that are looked at before training
+_TRIAL_RECORDS = 8
 
 
 class FitSession:
@@ -49,14 +56,14 @@ class FitSession:
     def __init__(
         self,
         settings: Settings,
-        ledger: Ledger,
+        account: Account,
         trainer: Any,
         module: Any,
         pl: ModuleType,
         on_plan: Callable[[FitSession], None],
         probe: Probe | None = None,
     ) -> None:
-        self.settings, self.ledger, self.trainer, self.module, self.pl = settings, ledger, trainer, module, pl
+        self.settings, self.account, self.trainer, self.module, self.pl = settings, account, trainer, module, pl
         self._on_plan, self._probe = on_plan, probe
         self.resumed: Resumed | None = None
         self.checkpoint_seen = False
@@ -65,15 +72,21 @@ class FitSession:
         self.facts: DataFacts | None = None
         self.plan: Plan | None = None
         self.threshold: AdaptiveThreshold | None = None
-        self.engine: Engine
+        self.runner: StepRunner
         self.releases: Releases
+        self.delivery = Delivery(trainer, module, pl)
         self.directory: Path | None = None
-        self.checked = Checked()
+        self.trial = Trial()
         self._part: Part | None = None
+        self._output: Any = None
         self._in_step = False
         self._feedback: FeedbackWatch | None = None
-        self._dropped_warned = False
         self._lost_warned = False
+
+    @property
+    def ledger(self) -> Ledger:
+        """What this fit is charged to: the callback's, the loaded checkpoint's or the module's."""
+        return self.account.ledger
 
     # -- patches --------------------------------------------------------------------------------------------------
 
@@ -85,6 +98,7 @@ class FitSession:
         """
         refusals.check_trainer(self.trainer, self.pl)
         refusals.check_module(self.module)
+        marks.note_unknown_training(self.module, self.ledger)
         strategy, fit_loop = self.trainer.strategy, self.trainer.fit_loop
         process, setup, gather = strategy.process_dataloader, fit_loop.setup_data, strategy.all_gather
 
@@ -106,6 +120,27 @@ class FitSession:
                 )
             return gather(*args, **options)
 
+        optimization = fit_loop.epoch_loop.automatic_optimization
+        run, to_device, before_transfer = (
+            optimization.run,
+            strategy.batch_to_device,
+            self.module._on_before_batch_transfer,
+        )
+
+        def batch_to_device(batch: Any, *args: Any, **options: Any) -> Any:
+            examples = find_examples(batch)
+            return to_device(batch, *args, **options) if examples is None else self.deliver(batch, examples)
+
+        def on_before_batch_transfer(batch: Any, *args: Any, **options: Any) -> Any:
+            return batch if find_examples(batch) is not None else before_transfer(batch, *args, **options)
+
+        def run_optimization(*args: Any, **options: Any) -> Any:
+            run(*args, **options)
+            return self.take_output()
+
+        self.patches.shadow(strategy, "batch_to_device", batch_to_device)
+        self.patches.shadow(self.module, "_on_before_batch_transfer", on_before_batch_transfer)
+        self.patches.shadow(optimization, "run", run_optimization)
         self.patches.shadow(strategy, "process_dataloader", process_dataloader)
         self.patches.shadow(fit_loop, "setup_data", setup_data)
         self.patches.shadow(strategy, "training_step", self.training_step)
@@ -143,6 +178,7 @@ class FitSession:
             world_size=trainer.world_size,
             seed=self.settings.noise_seed,
             views=self.settings.augmentations,
+            skip_errors=self.settings.on_record_error == "zero",
         )
         if self.plan is not None and data.facts != self.facts:
             raise UnsupportedSettingError(
@@ -150,11 +186,12 @@ class FitSession:
                 f"{self.facts} became {data.facts}; N and the batch size are public constants of a run"
             )
         first = trainer.strategy.broadcast(data.facts)
-        if data.facts != first:
+        # on every rank: one that went on alone would wait for the others
+        if not trainer.strategy.reduce_boolean_decision((data.facts, data.facts.rows) == (first, first.rows)):
             raise UnsupportedSettingError(
-                f"rank {trainer.global_rank} trains on {data.facts}, rank 0 on {first}: one sampling rate and one "
-                "ledger hold for all ranks; give every rank the same whole data set and batch size (the draws are "
-                "shared out)"
+                f"the ranks train on different data (rank {trainer.global_rank} on {data.facts}, rank 0 on {first}): "
+                "one sampling rate and one ledger hold for all ranks; give every rank the same whole data set and "
+                "batch size (the draws are shared out)"
             )
         self.data, self.facts = data, data.facts
         if self._probe is not None:
@@ -166,7 +203,21 @@ class FitSession:
     def _settle_ledger(self) -> None:
         if self.trainer.ckpt_path is not None and not self.checkpoint_seen:
             self.untracked_checkpoint()
+        if self.checkpoint_seen:  # the module's weights are the checkpoint's now
+            if branch := self.ledger.branched_off(marks.spent(self.module)):
+                self._warn(branch)
+        elif new := marks.adopt(self.module, self.account, self._restored):
+            self._say(
+                f"the module was trained privately before: its {new} releases are in the ledger from now on (weights "
+                "that have nothing to do with those belong into a new module)"
+            )
         settle(self.ledger, self.trainer, self._say, self._warn)
+
+    def _restored(self, state: Mapping[str, Any]) -> Ledger:
+        """The ledger of a module that came out of a pickle."""
+        ledger = Ledger(self.settings)
+        ledger.load_state_dict(state, of="the module's mark")
+        return ledger
 
     def untracked_checkpoint(self) -> None:
         """See :func:`~lightning_lap2.callback.resume.accept_untracked`."""
@@ -230,9 +281,14 @@ class FitSession:
                     facts.num_examples,
                     facts.expected_batch_size,
                 )
-        self.engine = self._engine(settings.engines[-1])
+        engines = [make_engine(name, self.module, chunk_size=settings.chunk_size) for name in settings.engines]
+        self.runner = StepRunner(self.module, engines)
         noise = make_noise_source(
-            settings.noise_source, layout.device, seed=settings.noise_seed, rank=trainer.global_rank
+            settings.noise_source,
+            layout.device,
+            seed=settings.noise_seed,
+            rank=trainer.global_rank,
+            cells=CELLS if self._probe is None else self._probe.cells,
         )
         self.releases = Releases(
             settings,
@@ -250,13 +306,20 @@ class FitSession:
             probe=self._probe,
         )
         self.plan = plan  # from here on there is something to report
-        self.ledger.plan = summary(settings, terms, plan.end, plan.noise_multiplier)
+        self._note_plan(summary(settings, terms, plan.end, plan.noise_multiplier))
         self.ledger.reproducible |= settings.noise_seed is not None
         self.planned_steps = self._steps_for(plan, ahead)
         self._cap(progress.global_step, ahead)
         if self._probe is not None:
             self._begin_audit(self._probe)
         self._on_plan(self)
+
+    def _note_plan(self, plan: dict[str, Any]) -> None:
+        ledger = self.ledger
+        resumed = self.resumed is not None or self.trainer.global_step > 0
+        if ledger.releases and (words := changes(ledger.plan, plan, resumed=resumed)):
+            ledger.changes.append(f"from release {ledger.releases + 1} on: {words}")
+        ledger.plan = plan
 
     def _begin_audit(self, probe: Probe) -> None:
         assert self.facts is not None
@@ -290,6 +353,11 @@ class FitSession:
                 f"{plan.noise_multiplier:.4g} instead of {before:.4g}: they may undo what was learnt; raise eps or "
                 "plan fewer steps"
             )
+
+    @property
+    def engine_name(self) -> str:
+        """What has run so far, or would be tried first."""
+        return " and ".join(self.runner.used) or self.settings.engines[0]
 
     @property
     def layout(self) -> ParameterLayout:
@@ -357,50 +425,58 @@ class FitSession:
                 f"the parameter {lost} holds NaN or infinite values before the first step: every gradient would be "
                 "dropped and the budget spent on noise; initialise it, or load a sound checkpoint"
             )
-        # a ghost engine learns in its self-check where the batch is, so each fit makes its own
-        told = None if self._probe is None else self._probe.checked
-        if told is not None and (told.engine or self.engine.name) != "ghost":
-            self.checked = told
-            self.engine = self._engine(self.checked.engine or self.engine.name)
+        told = None if self._probe is None else self._probe.trial
+        if told is None:
+            self._try_step()
         else:
-            self._choose_engine()
+            self.trial = told
         if self._probe is not None:
-            self._probe.checked = self.checked
-        self._feedback.check(self.checked.logged_names)
+            self._probe.trial = self.trial
+        self._feedback.check(self.trial.logged_names)
 
-    def _choose_engine(self) -> None:
-        everyone = self.trainer.strategy.reduce_boolean_decision
-        with muted_loggers(self.trainer, self.pl):
-            choice = choose_engine(self.settings.engines, self._engine, self._check_step, everyone)
-        self.engine, self.checked = choice.engine, choice.checked
+    def _try_step(self) -> None:
+        """A few records through the step, which explains; see :mod:`~lightning_lap2.gradients.trial`."""
+        assert self.data is not None
+        skip = self.settings.on_record_error == "zero"
+        found = peek(self.data.source, _TRIAL_RECORDS, self.settings.augmentations, skip_errors=skip)
+        if found is None:
+            self.trial = Trial(("the step was not tried before training: a stream has no records to look at twice",))
+            return
+        examples, plain = found
+        examples = self.delivery.moved(examples)
+        arguments = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), examples, 0)
+        call = self._call(tuple(arguments.values()), examples.count - len(examples.lost))
+        with muted_loggers(self.trainer, self.pl), self._user_code():
+            if plain is not None:
+                plain = (self.delivery.plain(plain), *call.args[1:])
+            self.trial = try_step(self.runner, self.releases.window.layout, call, plain)
+        for note in self.trial.notes:
+            self._say(note)
         if self.settings.engine == "auto":
-            self._say(f"engine='auto' chose {self.engine.name!r}{''.join(f'; {why}' for why in choice.passed_over)}")
-        if self.checked.identical_views:
+            passed = "".join(f"; {name!r} was passed over: {why}" for name, why in self.runner.passed_over.items())
+            self._say(f"engine='auto' chose {self.engine_name!r}{passed}")
+        alike = self.settings.augmentations > 1 and identical_views(examples)
+        if alike and not self.trial.random and not self.delivery.transforms:
             self._warn(
                 f"augmentations={self.settings.augmentations}, but all views of each record looked at are identical: "
                 "every view costs time and adds nothing. Put random transforms into the data set's __getitem__, "
                 "collate_fn or on_after_batch_transfer, or use augmentations=1"
             )
 
-    def _engine(self, name: str) -> Engine:
-        return make_engine(name, self.module, chunk_size=self.settings.chunk_size)
-
-    def _check_step(self, engine: Engine) -> Checked:
-        assert self.data is not None
-        with self._user_code():
-            return check_step(
-                self.trainer,
-                self.module,
-                engine,
-                self.layout,
-                self.data.source,
-                views=self.settings.augmentations,
-            )
+    def _call(self, args: tuple[Any, ...], count: int, key: bytes | None = None) -> StepCall:
+        return StepCall(
+            args,
+            count,
+            self.trainer.precision_plugin.train_step_context,
+            prepare=self.delivery.prepare,
+            key=key,
+            skip_errors=self.settings.on_record_error == "zero",
+        )
 
     def open_journal(self) -> None:
         """The write-ahead journal lies beside the logs, or the checkpoints."""
-        if self.trainer.is_global_zero:
-            self.ledger.open_journal(self.directory)
+        if self.trainer.is_global_zero and not self.ledger.open_journal(self.directory):
+            self._warn(UNLINKED)
 
     def before_checkpoint(self) -> None:
         """A checkpoint is about to be saved: from now on releases must be in a journal, wherever it lies."""
@@ -451,25 +527,36 @@ class FitSession:
 
         return aligned
 
-    def batch_fetched(self, batch: Any) -> None:
-        """Pairs the batch with what was drawn for it.
+    def deliver(self, batch: Any, examples: ExampleBatch) -> Any:
+        """In place of ``Strategy.batch_to_device`` for train batches: pairs the batch with what was drawn for it, and
+        returns what hooks are shown.
 
         Raises:
-            UnsupportedSettingError: the collate function made more or fewer rows than records were drawn.
+            UnsupportedSettingError: the batch before was fetched, and the step never ran on it.
         """
         assert self.data is not None
-        found = rows(batch)
-        part = self.data.next_part(found)
-        if found != max(part.count, 1) * self.settings.augmentations:
-            # no numbers here: how many records were drawn is a secret that the accounting relies on
-            raise UnsupportedSettingError(
-                "collate_fn returned more or fewer rows than the records that were drawn; each record must give "
-                "exactly one row, else a record could enter a step more than once"
-            )
+        self.check_trained()
+        part = self.data.next_part(examples.count)
+        assert examples.count == max(part.count, 1)
         self._part = part
+        return self.delivery.deliver(batch, examples)
+
+    def check_trained(self) -> None:
+        """
+        Raises:
+            UnsupportedSettingError: a batch was fetched, and the step never ran on it. Which draws are released must
+                not depend on what they hold.
+        """
+        if self._part is not None:
+            raise UnsupportedSettingError(
+                "a batch was drawn and training_step never ran on it (on_train_batch_start returned -1, or "
+                "optimizer_step did not call its closure): whether a draw is released must not depend on the "
+                "records in it; let every batch train, and bound the length of an epoch by limit_train_batches"
+            )
 
     def training_step(self, *args: Any) -> Any:
-        """In place of ``Strategy.training_step``: gradients by the engine, the step's own output back."""
+        """In place of ``Strategy.training_step``: gradients by the engine. Lightning gets a constant for a loss, so
+        that nothing but the noised gradient reaches the optimizer; see :meth:`take_output`."""
         part, self._part = self._part, None
         if part is None:
             raise RuntimeError(
@@ -479,12 +566,27 @@ class FitSession:
             )
         if self.releases.window.begins(part):
             self._new_window()
-        call = StepCall(args, part.count, self.trainer.precision_plugin.train_step_context, self.settings.augmentations)
+        call = self._call((self.delivery.take(), *args[1:]), part.count, self._key(part))
         if self._probe is not None:
             call = self._probe.drawn(part, call)
         with self._user_code():
-            output = self.engine.accumulate(call, self.layout, self.releases.clipper, self.releases.open(part))
-        return with_leaf_loss(output, self.layout.device)
+            self._output = self.runner.accumulate(call, self.layout, self.releases.clipper, self.releases.open(part))
+        return torch.zeros((), device=self.layout.device, requires_grad=True)
+
+    def _key(self, part: Part) -> bytes | None:
+        """What random numbers in the step are made from in a run that is repeatable."""
+        sampler = None if self.data is None else self.data.sampler
+        if self.settings.noise_seed is None or sampler is None:
+            return None
+        return sampler.secret(f"step|part={part.index:d}", part.release)
+
+    def take_output(self) -> dict[str, Any]:
+        """The step's own output, as Lightning hands it to ``on_train_batch_end``."""
+        output, self._output = self._output, None
+        if output is None:
+            return {}
+        entries = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        return entries | {"loss": entries["loss"] / self.trainer.accumulate_grad_batches}
 
     @contextmanager
     def _user_code(self) -> Iterator[None]:
@@ -496,9 +598,16 @@ class FitSession:
             self._in_step = False
 
     def _new_window(self) -> None:
-        if self.releases.begin_window() and not self._dropped_warned:
-            self._dropped_warned = True
-            self._warn("a draw was never released (the optimizer did not step on it); it is dropped, not carried over")
+        """
+        Raises:
+            UnsupportedSettingError: the draw before was never released.
+        """
+        if self.releases.begin_window():
+            raise UnsupportedSettingError(
+                "a draw was never released: the optimizer did not step on it (an optimizer_step override that skips "
+                "steps?). Which draws are released must not depend on what they hold: step on every batch, or use "
+                "Trainer(accumulate_grad_batches=...)"
+            )
 
     def release(self) -> None:
         """See :meth:`Releases.make`."""

@@ -12,7 +12,8 @@ from lightning_lap2.mechanism import CLIPPINGS, MECHANISMS, ClippingName, Mechan
 
 Bound = Literal["tight", "joint", "published"]
 Sampling = Literal["poisson", "none"]
-EngineName = Literal["vmap", "ghost", "loop", "auto"]
+EngineName = Literal["auto", "ghost", "vmap", "loop"]
+OnRecordError = Literal["raise", "zero"]
 NoiseSourceName = Literal["auto", "aes", "torch"]
 
 TARGET_QUANTILE = 0.5
@@ -63,6 +64,7 @@ class Settings:
     target_quantile: float | None
     clip_learning_rate: float | None
     count_noise_scale: float | None
+    on_record_error: OnRecordError
     run_limit: RunLimit | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +76,7 @@ class Settings:
         _validate.choice("sampling", self.sampling, ("poisson", "none"))
         _validate.choice("clipping", self.clipping, CLIPPINGS)
         _validate.choice("engine", self.engine, ("vmap", "ghost", "loop", "auto"))
+        _validate.choice("on_record_error", self.on_record_error, ("raise", "zero"))
         _validate.choice("noise_source", self.noise_source, ("auto", "aes", "torch"))
         _validate.boolean("assume_nothing_spent", self.assume_nothing_spent)
         _validate.boolean("allow_feedback", self.allow_feedback)
@@ -90,11 +93,6 @@ class Settings:
         if self.engine == "ghost" and self.mechanism == "laplace_l1":
             raise ValueError(
                 "engine='ghost' computes l2 norms, but mechanism='laplace_l1' clips the l1 norm; use engine='vmap'"
-            )
-        if self.engine == "ghost" and self.chunk_size is not None:
-            raise ValueError(
-                f"chunk_size={self.chunk_size} has no meaning for engine='ghost', which takes the batch as one piece; "
-                "leave it None, and to save memory use a smaller loader batch with accumulate_grad_batches"
             )
         self._check_clipping()
         self._check_noise()
@@ -159,13 +157,13 @@ class Settings:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """The engines to try, in order. ``"auto"`` is ghost where its trial accepts the model, else vmap; vmap at once
-        where a setting has a meaning for vmap only."""
+        """The engines to try, in order. All show the step one example at a time; ``"auto"`` goes from the fastest to
+        the one that runs everything."""
         if self.engine != "auto":
             return (self.engine,)
-        if self.mechanism == "laplace_l1" or self.chunk_size is not None:
-            return ("vmap",)
-        return ("ghost", "vmap")
+        if self.mechanism == "laplace_l1":  # ghost computes l2 norms
+            return ("vmap", "loop")
+        return ("ghost", "vmap", "loop")
 
     def mechanism_with(
         self,

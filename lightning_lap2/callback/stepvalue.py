@@ -28,6 +28,10 @@ class StepValue:
         self._key = f"on_train_batch_end.{name}"  # how Lightning's collection of results calls it
         self._result: Any = None
 
+    def fresh(self) -> StepValue:
+        """The same for another fit."""
+        return StepValue(self._name, prog_bar=self._prog_bar)
+
     def log(self, trainer: Any, module: Any, value: float) -> None:
         """Called in every ``on_train_batch_end``, whichever Lightning ``trainer`` and ``module`` come from."""
         results = trainer.fit_loop.epoch_loop._results

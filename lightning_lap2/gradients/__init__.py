@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.clipping import Clipper, FlatClipper, make_clipper
-from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError
+from lightning_lap2.gradients.engine import Engine
 from lightning_lap2.gradients.parameters import ParameterLayout
+from lightning_lap2.gradients.runner import StepRunner
+from lightning_lap2.gradients.stepcall import StepCall
 
 __all__ = [
     "Clipper",
@@ -12,6 +15,7 @@ __all__ = [
     "FlatClipper",
     "ParameterLayout",
     "StepCall",
+    "StepRunner",
     "UnsupportedModelError",
     "make_clipper",
 ]

@@ -25,10 +25,12 @@ from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_lap2.gradients.engine import UnsupportedModelError
+from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.gradients.physical import carries_batch, innermost, is_wrapped
+from lightning_lap2.gradients.recorder import Deferred
+from lightning_lap2.gradients.values import Number
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 # what nn.Module keeps for itself ("training" is watched: a step that switches modes is noticed), what the recorder
@@ -100,12 +102,10 @@ class AttributeGuard:
 
     Args:
         module: the user's module.
-        allow_plain: whether Python values that hold no traced tensor may change (see above).
     """
 
-    def __init__(self, module: nn.Module, *, allow_plain: bool) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.allow_plain = allow_plain
         self.before = _capture(module)
         self.after: list[_Node] | None = None
 
@@ -114,8 +114,11 @@ class AttributeGuard:
         if self.after is not None:
             self.undo()
 
-    def end_call(self) -> None:
+    def end_call(self, *, allow_plain: bool) -> None:
         """After each call of the step.
+
+        Args:
+            allow_plain: whether Python values that hold no traced tensor may change (see above).
 
         Raises:
             UnsupportedModelError: naming the attribute.
@@ -130,20 +133,20 @@ class AttributeGuard:
             for key, value in node.changed().items():
                 changed = True
                 constant = _data_independent(value)
-                if self.allow_plain and constant is not None:
+                if allow_plain and constant is not None:
                     node.replace(key, constant)
                 else:
-                    self._check(node.name(key), value)
+                    self._check(node.name(key), value, allow_plain)
         if self.after is None:
             self.after = _capture(self.module) if changed else self.before
 
-    def _check(self, name: str, value: Any) -> None:
-        if not self.allow_plain:
+    def _check(self, name: str, value: Any, allow_plain: bool) -> None:
+        if not allow_plain:
             raise UnsupportedModelError(
                 f"training_step changes {name}. This engine runs it once per example, and the value could carry one "
                 "example into the next one's loss: change it in on_train_batch_start or on_train_batch_end"
             )
-        if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in _tensors(value, set())):
+        if any(isinstance(found, Number | Deferred) or is_wrapped(found) for found in _values(value, set())):
             raise UnsupportedModelError(
                 f"training_step keeps a tensor computed from the data in {name}. Fed back into a later loss it would "
                 "carry examples past the clipping, and outside the step it is dead: log it with self.log instead"
@@ -161,14 +164,9 @@ class AttributeGuard:
 
 def _data_independent(value: Any) -> Tensor | None:
     """The plain tensor inside a traced one that no example's data went into (a mask made on first use), or ``None``."""
-    functorch = torch._C._functorch
-    if not isinstance(value, Tensor) or not functorch.is_functorch_wrapped_tensor(value):
+    if not isinstance(value, Tensor) or not is_wrapped(value) or carries_batch(value):
         return None
-    while functorch.is_functorch_wrapped_tensor(value):
-        if functorch.is_batchedtensor(value):
-            return None
-        value = functorch.get_unwrapped(value)
-    return value
+    return innermost(value)
 
 
 def _restore(nodes: list[_Node]) -> None:
@@ -230,11 +228,12 @@ def _items(value: Any) -> dict[Any, Any]:
     return dict(vars(value)) if _kind(value) == "object" else dict(enumerate(value))
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def _values(value: Any, seen: set[int]) -> Iterator[Any]:
+    """The tensors in ``value``, and what stands for numbers of the trace."""
     kind = _kind(value)
-    if kind == "tensor":
+    if kind == "tensor" or isinstance(value, Number | Deferred):
         yield value
     elif kind != "leaf" and id(value) not in seen:
         seen.add(id(value))
         for child in _items(value).values():
-            yield from _tensors(child, seen)
+            yield from _values(child, seen)

@@ -6,62 +6,41 @@ the others cannot: ``.item()``, branches on data, packed sequences, ``checkpoint
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_lap2.gradients.attributes import AttributeGuard
-from lightning_lap2.gradients.batches import take_apart
+from lightning_lap2.batches import Examples
+from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.contraction import add_clipped_sum
-from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError
+from lightning_lap2.gradients.engine import Engine
+from lightning_lap2.gradients.marks import Marks
 from lightning_lap2.gradients.parameters import ParameterLayout
-from lightning_lap2.gradients.recorder import Recorder, Trace
-from lightning_lap2.gradients.replay import Replay
-from lightning_lap2.gradients.tracing import batch_statistics_refused, refuse_layers
+from lightning_lap2.gradients.runner import Traced, UserStep
 
 
 class LoopEngine(Engine):
-    """One forward and one backward pass per example; ``chunk_size`` has no meaning here.
-
-    Attributes:
-        logged_names: every name that ``training_step`` has logged so far.
-    """
+    """One forward and one backward pass per example; ``chunk_size`` has no meaning here."""
 
     name = "loop"
 
-    def __init__(self, module: nn.Module, *, chunk_size: int | None = None) -> None:
-        super().__init__(module, chunk_size=chunk_size)
-        self._recorder = Recorder(module)
-
-    @property
-    def logged_names(self) -> frozenset[str]:
-        return frozenset(self._recorder.names)
-
-    def accumulate(self, call: StepCall, layout: ParameterLayout, clipper: Clipper, total: Tensor) -> Any:
-        """See :meth:`Engine.accumulate`."""
-        refuse_layers(self.module, vmapped=False)
-        parts = take_apart(call.batch)
-        examples = parts.examples(call.views)
-        guard = AttributeGuard(self.module, allow_plain=False)
-        traces: list[Trace] = []
-        try:
-            with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
-                for index in range(examples):
-                    trace = self._recorder.begin()
-                    with call.context():
-                        output = self.module.training_step(parts.example(index, call.views), *call.args[1:])  # type: ignore[operator]
-                        loss = trace.take_output(output)
-                    traces.append(trace)
-                    guard.end_call()
-                    if loss is not None and loss.requires_grad and call.count > 0:
-                        gradients = call.revised(index, _gradients(loss, layout))
-                        add_clipped_sum(gradients, layout, clipper, total)
-        except BaseException:
-            guard.undo()
-            raise
-        return Replay(traces, [[t[None] for t in trace.tensors] for trace in traces], call.count).run()
+    def add_clipped(
+        self, examples: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
+    ) -> list[Traced]:
+        """See :meth:`Engine.add_clipped`."""
+        own = total if total is None or examples.count == 1 else torch.zeros_like(total)
+        traced = []
+        for index in range(examples.count):
+            one = examples.apart(index, index + 1)
+            with step.tracing(together=False), Marks(one.roots, vmapped=False):
+                loss, carried = step(one.example(0))
+            if loss.requires_grad and own is not None:
+                gradients = step.revised(index, _gradients(loss, layout))
+                add_clipped_sum(gradients, layout, clipper, own)
+            traced.append(Traced(step.trace, [t[None] for t in carried]))
+        if total is not None and own is not None and own is not total:
+            total += own
+        return traced
 
 
 def _gradients(loss: Tensor, layout: ParameterLayout) -> list[Tensor]:

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_lap2 import _validate
-from lightning_lap2.gradients.batches import take_apart
+from lightning_lap2.batches import split_rows
 from lightning_lap2.gradients.clipping import total_norm
-from lightning_lap2.gradients.engine import Engine, StepCall
+from lightning_lap2.gradients.engine import Engine
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.gradients.parameters import ParameterLayout
-from lightning_lap2.gradients.preflight.state import untouched
+from lightning_lap2.gradients.stepcall import StepCall
+from lightning_lap2.gradients.trial.state import untouched
 from lightning_lap2.mechanism import Norm
 
 NORMS: tuple[Norm, ...] = ("l1", "l2")
@@ -175,11 +176,11 @@ class _Runner:
     def norms(self, batch: Any, index: int) -> Tensor:
         """Norms ``[B]`` of one loader batch."""
         batch = _transferred(self.module, batch, self.layout.device)
-        parts = take_apart(batch)
+        examples = split_rows(batch)
         if self.engine.name != "loop":
-            return self._measure(batch, parts.count, index)
+            return self._measure(batch, examples.count, index)
         # one call per example, so that one without a loss keeps its place
-        return torch.cat([self._measure(parts.example(i), 1, index) for i in range(parts.count)])
+        return torch.cat([self._measure(examples.example(i), 1, index) for i in range(examples.count)])
 
     def _measure(self, batch: Any, count: int, index: int) -> Tensor:
         args = (batch, index) if _takes_index(self.module) else (batch,)

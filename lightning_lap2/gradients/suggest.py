@@ -109,14 +109,15 @@ def _embedding(layer: nn.Module) -> _Seen:
     if layer.max_norm is not None:
         return _ALL, "max_norm rewrites the rows that a batch uses, without noise", f"{made} without max_norm"
     if layer.scale_grad_by_freq:
-        reason = "scale_grad_by_freq divides by counts over the batch"
-        return ("ghost",), f"{reason}, and by those of one example elsewhere", f"{made} without scale_grad_by_freq"
+        reason = "scale_grad_by_freq divides by counts over one example here, over the batch in plain training"
+        return (), reason, f"{made} without scale_grad_by_freq"
     if layer.sparse:
         # noise is dense: a sparse gradient would save nothing
         refused_by = ("vmap",) if isinstance(layer, nn.Embedding) else ("vmap", "ghost")
         return refused_by, "sparse gradients cannot be traced", f"{made} without sparse"
     if isinstance(layer, nn.EmbeddingBag):
-        return ("ghost",), "its kernel is not covered", "engine='vmap', or nn.Embedding and a mean over its rows"
+        reason = "engine='ghost' and 'vmap' run it for one example after the other, ghost on copies of the table"
+        return (), reason, "it as it is, or nn.Embedding and a mean over its rows"
     return None
 
 
@@ -141,7 +142,7 @@ def _checkpointing(layer: nn.Module) -> _Seen:
     if not isinstance(layer, CheckpointWrapper) and getattr(layer, "gradient_checkpointing", False) is not True:
         return None
     reason = "activation checkpointing cannot be traced"
-    return ("vmap", "ghost"), reason, "no checkpointing, or engine='loop' with use_reentrant=False"
+    return ("vmap",), reason, "no checkpointing, or engine='ghost', which keeps its activations"
 
 
 def _quantised(layer: nn.Module) -> _Seen:

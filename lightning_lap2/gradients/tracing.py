@@ -8,12 +8,12 @@ by name.
 
 from __future__ import annotations
 
+import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from functools import lru_cache
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -24,12 +24,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from lightning_lap2.gradients.engine import UnsupportedModelError
+from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.gradients.lines import line_of
+from lightning_lap2.gradients.marks import known_clean
+from lightning_lap2.gradients.physical import carries_batch, is_wrapped, quiet_fallback, replaced
 
 
 def is_traced(value: Any) -> bool:
     """Whether ``value`` is a tensor inside a ``torch.func`` transform."""
-    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return isinstance(value, Tensor) and is_wrapped(value)
 
 
 # --- refused by name -------------------------------------------------------------------------------------------------
@@ -118,7 +121,10 @@ def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tenso
     def norm(*args: Any, **kwargs: Any) -> Tensor:
         # torch.nn.functional gives (input, weight, bias, running_mean, running_var, use_batch_statistics, ...);
         # instance_norm may use the statistics of the example itself as long as it keeps none
-        if len(args) > 5 and args[5] and (name == "batch_norm" or args[3] is not None):
+        uses_own = len(args) > 5 and args[5]
+        if uses_own and name == "batch_norm" and args[3] is None and known_clean(args[0]):
+            return original(*args, **kwargs)  # of a weight: standardised by its own statistics
+        if uses_own and (name == "batch_norm" or args[3] is not None):
             raise UnsupportedModelError(
                 f"F.{name} is called with the batch's statistics: it mixes examples or writes running statistics that "
                 "no noise protects. Use F.group_norm, or training=False with statistics that do not change"
@@ -128,6 +134,34 @@ def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tenso
     return norm
 
 
+@contextmanager
+def batch_dimension_kept(rows: int) -> Iterator[None]:
+    """Inside, ``squeeze()`` without a dimension keeps a leading dimension of one.
+
+    Among several examples it keeps the batch dimension, and code relies on that; for one example alone torch takes that
+    away as well. Tensors that no example went into are squeezed as ever.
+
+    Args:
+        rows: of an example's batch; from two on there is nothing to do.
+    """
+    if rows != 1:
+        yield
+        return
+    with ExitStack() as undo:
+        for owner, name in ((torch, "squeeze"), (Tensor, "squeeze"), (Tensor, "squeeze_")):
+            undo.enter_context(replaced(owner, name, _keeping(getattr(owner, name))))
+        yield
+
+
+def _keeping(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def squeeze(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or input.dim() == 0 or input.shape[0] != 1 or known_clean(input):
+            return original(input, *args, **kwargs)
+        return original(input, tuple(range(1, input.dim())))
+
+    return squeeze
+
+
 # --- ways through vmap -----------------------------------------------------------------------------------------------
 
 
@@ -135,50 +169,34 @@ _FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 
 
 @contextmanager
-def way_through(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, code that fails under ``vmap(grad(...))`` without need runs; afterwards nothing is left patched."""
+def traceable(module: nn.Module) -> Iterator[None]:
+    """Inside, code that fails under ``vmap`` without need runs; afterwards nothing is left patched."""
     with ExitStack() as undo:
-        undo.enter_context(_quiet_fallback())
+        undo.enter_context(quiet_fallback())
+        undo.enter_context(replaced(F, "one_hot", _one_hot(F.one_hot)))
+        masking = sys.modules.get("transformers.masking_utils")
+        if masking is not None and "is_tracing" in vars(masking):  # transformers 5
+            undo.enter_context(replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
+        undo.enter_context(_without_checks())
+        for layer in layers_of(module):
+            if isinstance(layer, nn.RNNBase):
+                # its forward collects the parameters it finds, which may be traced ones
+                undo.callback(vars(layer).update, {name: vars(layer)[name] for name in _FLAT_WEIGHTS})
+        yield
+
+
+@contextmanager
+def way_through(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """:func:`traceable` for ``vmap(grad(...))``."""
+    with traceable(module), ExitStack() as undo:
         if device.type == "cpu":
             # the CPU's fused attention has no batching rule: it would run one example at a time
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
-        undo.enter_context(_replaced(F, "one_hot", _one_hot(F.one_hot)))
-        masking = sys.modules.get("transformers.masking_utils")
-        if masking is not None and "is_tracing" in vars(masking):  # transformers 5
-            undo.enter_context(_replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
-        for layer in module.modules():
-            if isinstance(layer, nn.RNNBase):
-                # its forward collects the parameters it finds, here the traced ones
-                undo.callback(vars(layer).update, {name: vars(layer)[name] for name in _FLAT_WEIGHTS})
-            if isinstance(layer, nn.GRU | nn.RNN):
+        for layer in layers_of(module):
+            if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
                 handle = layer.register_forward_pre_hook(_batched_state, with_kwargs=True)
                 undo.callback(handle.remove)
         yield
-
-
-@contextmanager
-def _quiet_fallback() -> Iterator[None]:
-    """Some operators run example by example inside vmap and would warn; they are right, only slow.
-
-    The switch has no getter; afterwards it stands as torch starts with it. (A warnings filter instead would make
-    Python forget which of the user's warnings it has shown, at every step.)
-    """
-    switch = torch._C._functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -206,37 +224,96 @@ def _one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return one_hot
 
 
+@contextmanager
+def _without_checks() -> Iterator[None]:
+    """Inside, libraries do not ask for values, or make tensors of one example, where there is no need.
+
+    torchmetrics' functional metrics check their arguments by value (``torch.unique``); torch's distributions draw
+    normal numbers into a tensor without the examples' dimension.
+    """
+    found = _checks(len(sys.modules))
+    try:
+        for module, name, _, instead in found:
+            setattr(module, name, instead)
+        yield
+    finally:
+        for module, name, before, _ in found:
+            setattr(module, name, before)
+
+
+@lru_cache(maxsize=1)
+def _checks(_modules: int) -> list[tuple[Any, str, Any, Any]]:
+    """Home, name, function and what stands in for it; searched anew when modules were loaded."""
+    found: list[tuple[Any, str, Any, Any]] = []
+    for home, module in list(sys.modules.items()):
+        for name, function in list(vars(module).items()) if home.startswith(_LIBRARIES) else ():
+            if _VALIDATION.fullmatch(name):
+                found.append((module, name, function, _unchecked(function)))
+            elif name == "_standard_normal":
+                found.append((module, name, function, _standard_normal))
+    return found
+
+
+_LIBRARIES = ("torchmetrics.functional.", "torch.distributions.")
+_VALIDATION = re.compile(r"_\w*_tensor_validation")
+
+
+def _unchecked(original: Callable[..., None]) -> Callable[..., None]:
+    def validation(*args: Any, **kwargs: Any) -> None:
+        if not any(map(is_traced, (*args, *kwargs.values()))):
+            original(*args, **kwargs)
+
+    return validation
+
+
+def _standard_normal(shape: Any, dtype: Any, device: Any) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device=device)
+
+
 def _batched_state(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Gives GRU and RNN an initial state that carries the example dimension of their input."""
-    assert isinstance(layer, nn.GRU | nn.RNN)
+    """Gives recurrent layers an input and an initial state that both carry the examples' dimension, where one does."""
+    assert isinstance(layer, nn.RNNBase | nn.RNNCellBase)
     named = dict(zip(("input", "hx"), args, strict=False)) | kwargs
     x, hx = named["input"], named.get("hx")
-    if not is_traced(x):
+    if not isinstance(x, Tensor):  # packed
         return None
-    if hx is None:
-        shape = [layer.num_layers * (2 if layer.bidirectional else 1), layer.hidden_size]
-        if x.dim() == 3:
-            shape.insert(1, x.shape[0] if layer.batch_first else x.shape[1])
-        hx = x.new_zeros(shape)
-    return (x, hx + 0 * x.detach().sum()), {}
+    pair = isinstance(layer, nn.LSTM | nn.LSTMCell)
+    given = [] if hx is None else list(hx) if pair else [hx]
+    like = next((t for t in (x, *given) if carries_batch(t)), None)
+    if like is None:
+        return None
+    given = given or [like.new_zeros(shape, dtype=x.dtype) for shape in _state_shapes(layer, x)]
+    x, *given = [t if carries_batch(t) else t + like.new_zeros((), dtype=t.dtype) for t in (x, *given)]
+    return (x, tuple(given) if pair else given[0]), {}
+
+
+def _state_shapes(layer: nn.RNNBase | nn.RNNCellBase, x: Tensor) -> list[tuple[int, ...]]:
+    """Shapes of the initial state (h, and c for an LSTM) for the input ``x``."""
+    if isinstance(layer, nn.RNNCellBase):
+        return [(*x.shape[:-1], layer.hidden_size)] * (2 if isinstance(layer, nn.LSTMCell) else 1)
+    batch = [x.shape[0] if layer.batch_first else x.shape[1]] if x.dim() == 3 else []
+    layers = layer.num_layers * (2 if layer.bidirectional else 1)
+    shapes = [(layers, *batch, layer.proj_size or layer.hidden_size), (layers, *batch, layer.hidden_size)]
+    return shapes if isinstance(layer, nn.LSTM) else shapes[1:]
 
 
 # --- naming the line -------------------------------------------------------------------------------------------------
 
 
-def explain(error: BaseException, module: nn.Module) -> NoReturn:
+def explain(error: BaseException, module: nn.Module, *, engine: str = "vmap") -> NoReturn:
     """Raises :class:`UnsupportedModelError` for code that runs alone but not under ``vmap``.
 
     The message names the user's line, the innermost layer where one is known, and the engine that can run it.
+
+    Args:
+        engine: which one met it.
     """
     if isinstance(error, UnsupportedModelError):
         raise error
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
-    where = _user_line(frames, lines)
-    layer = _innermost_layer(frames, module)
+    where = line_of(error.__traceback__)
+    layer = _innermost_layer([frame for frame, _ in traceback.walk_tb(error.__traceback__)], module)
     at = f" in layer {layer}" if layer else ""
     summary = str(error).strip().split("\n")[0][:200]
     if "mutate a captured Tensor" in summary:
@@ -245,10 +322,13 @@ def explain(error: BaseException, module: nn.Module) -> NoReturn:
             f"is refused under every engine. Write it in on_train_batch_end, from public quantities "
             f"[{type(error).__name__}: {summary}]"
         ) from error
+    remedy = {
+        "vmap": "Use engine='loop', which runs one example at a time, or rewrite that line",
+        "ghost": "Use engine='auto', which goes on to an engine that runs it, or rewrite that line",
+    }
     raise UnsupportedModelError(
-        f"{where}{at} cannot run for all examples at once (engine='vmap'): {_cause(summary)}. "
-        f"Use engine='loop', which runs one example at a time, or rewrite that line "
-        f"[{type(error).__name__}: {summary}]"
+        f"{where}{at} cannot run for all examples at once (engine={engine!r}): {_cause(summary)}. "
+        f"{remedy[engine]} [{type(error).__name__}: {summary}]"
     ) from error
 
 
@@ -267,27 +347,13 @@ def _cause(message: str) -> str:
         return "the size of a tensor depends on the data (packed sequences, boolean indices)"
     if "data pointer" in message or "storage" in message:
         return "it needs a tensor's memory (numpy(), packed sequences, a fused kernel)"
+    if "does not require grad" in message or "differentiated Tensors" in message:
+        return "it asks autograd for a gradient inside the step (torch.autograd.grad, backward)"
+    if "saved_tensors_hooks (or" in message:
+        return "what the backward pass keeps is that of all examples together"
     if "checkpoint" in message or "saved_tensors_hooks" in message or "saved tensor hooks" in message:
         return "activation checkpointing cannot be traced"
     return "torch.func has no way to run it"
-
-
-def _user_line(frames: list[FrameType], lines: list[int]) -> str:
-    """``file:line`` of the innermost frame outside libraries, else of the innermost ``training_step``."""
-    found = [i for i, f in enumerate(frames) if not _is_library(f.f_code.co_filename)]
-    found = found or [i for i, f in enumerate(frames) if f.f_code.co_name == "training_step"]
-    index = found[-1] if found else len(frames) - 1
-    if index < 0:
-        return "training_step"
-    return f"{frames[index].f_code.co_filename}:{lines[index]}"
-
-
-def _is_library(filename: str) -> bool:
-    path = Path(filename)
-    if filename.startswith("<") or "site-packages" in path.parts:
-        return True
-    roots = (Path(__file__).parents[1], Path(torch.__file__).parent, Path(sysconfig.get_paths()["stdlib"]))
-    return any(root in path.parents for root in roots)
 
 
 def _innermost_layer(frames: list[FrameType], module: nn.Module) -> str | None:

@@ -7,22 +7,23 @@ dropped, so the memory is chunk x n, not batch x n.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import grad_and_value, vmap
 
-from lightning_lap2.gradients.attributes import AttributeGuard
-from lightning_lap2.gradients.batches import BatchParts, take_apart, untouchable
+from lightning_lap2.batches import Examples
+from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.contraction import add_clipped_sum
-from lightning_lap2.gradients.engine import Engine, StepCall
+from lightning_lap2.gradients.engine import Engine
+from lightning_lap2.gradients.marks import Marks
 from lightning_lap2.gradients.parameters import ParameterLayout
-from lightning_lap2.gradients.recorder import Recorder, Trace
-from lightning_lap2.gradients.replay import Replay
-from lightning_lap2.gradients.tracing import batch_statistics_refused, explain, refuse_layers, way_through
+from lightning_lap2.gradients.runner import Traced, UserStep
+from lightning_lap2.gradients.tracing import explain, refuse_layers, way_through
+from lightning_lap2.gradients.whole_batch import seen_by_rules_refused
 
 # glibc serves blocks below this from memory it keeps; larger ones are new pages each time, which must be cleared
 KEPT_BLOCK = 2**25 - 2**16
@@ -58,73 +59,40 @@ def memory_budget(device: torch.device) -> int:
     return 2**30
 
 
-class _Step(nn.Module):
-    """The user's module as a child, its ``training_step`` as ``forward``: what ``functional_call`` needs."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self.module.training_step(*args)  # type: ignore[operator]
-
-
 class VmapEngine(Engine):
     """Per-example gradients by ``vmap(grad)`` in chunks.
 
     Args:
         module: see :class:`Engine`.
         chunk_size: examples per call; ``None``: :func:`choose_chunk`.
-
-    Attributes:
-        logged_names: every name that ``training_step`` has logged so far.
     """
 
     name = "vmap"
 
     def __init__(self, module: nn.Module, *, chunk_size: int | None = None) -> None:
         super().__init__(module, chunk_size=chunk_size)
-        self._recorder = Recorder(module)
-        self._step = _Step(module)
         self._budget: int | None = None
 
-    @property
-    def logged_names(self) -> frozenset[str]:
-        return frozenset(self._recorder.names)
-
-    def accumulate(self, call: StepCall, layout: ParameterLayout, clipper: Clipper, total: Tensor) -> Any:
-        """See :meth:`Engine.accumulate`."""
+    def add_clipped(
+        self, examples: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
+    ) -> list[Traced]:
+        """See :meth:`Engine.add_clipped`."""
         refuse_layers(self.module, vmapped=True)
-        parts = take_apart(call.batch)
-        examples = parts.examples(call.views)
-        by_example = [t.unflatten(0, (examples, call.views)) for t in parts.tensors]
-        chunk = self.chunk_size or self._chunk_size(examples, layout)
-        guard = AttributeGuard(self.module, allow_plain=True)
-        names = _slot_names(self.module, layout)
-        traces: list[Trace] = []
-        carried: list[Sequence[Tensor]] = []
-        try:
-            with (
-                self._recorder.shadowing(),
-                batch_statistics_refused(),
-                way_through(self.module, layout.device),
-                torch.enable_grad(),
-            ):
-                for start in range(0, examples, chunk):
-                    guard.begin_call()
-                    rows = [t[start : start + chunk] for t in by_example]
-                    gradients, aux = self._chunk(call, parts, rows, names, layout)
-                    guard.end_call()
-                    traces.append(self._recorder.trace)
-                    carried.append(aux)
-                    if call.count > 0:
-                        add_clipped_sum(call.revised(start, gradients), layout, clipper, total)
-                    del gradients
-        except BaseException:
-            guard.undo()
-            raise
-        guard.close()
-        return Replay(traces, carried, call.count).run()
+        chunk = self.chunk_size or self._chunk_size(examples.count, layout)
+        names, traced = step.slot_names(layout), []
+        # a sum of its own where a later chunk may still be refused
+        own = total if total is None or examples.count <= chunk else torch.zeros_like(total)
+        with way_through(self.module, layout.device):
+            for start in range(0, examples.count, chunk):
+                part = examples if chunk >= examples.count else examples.apart(start, start + chunk)
+                gradients, found = self._chunk(part, step, names, layout)
+                traced.append(found)
+                if own is not None:
+                    add_clipped_sum(step.revised(start, gradients), layout, clipper, own)
+                del gradients
+        if total is not None and own is not None and own is not total:
+            total += own
+        return traced
 
     def _chunk_size(self, count: int, layout: ParameterLayout) -> int:
         if self._budget is None:
@@ -134,54 +102,43 @@ class VmapEngine(Engine):
         return choose_chunk(count, layout.numel, largest, self._budget)
 
     def _chunk(
-        self, call: StepCall, parts: BatchParts, rows: list[Tensor], names: list[list[str]], layout: ParameterLayout
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Gradients ``[b, *shape]`` per parameter and the carried-out tensors ``[b, ...]`` of one chunk, whose
-        ``rows`` are ``[b, views, ...]``."""
-        others = call.args[1:]
+        self, examples: Examples, step: UserStep, names: list[list[str]], layout: ParameterLayout
+    ) -> tuple[Sequence[Tensor], Traced]:
+        """Gradients ``[b, *shape]`` per parameter of one chunk, and what was recorded."""
+        shared = examples.shared()
 
-        def step(parameters: tuple[Tensor, ...], *row: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            trace = self._recorder.begin()
-            batch = parts.rebuild(row, untouchable)
+        def loss_of(parameters: tuple[Tensor, ...], *leaves: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             by_slot = {name: p for slots, p in zip(names, parameters, strict=True) for name in slots}
-            with call.context():
-                output = functional_call(self._step, by_slot, (batch, *others), tie_weights=False)
-                loss = trace.take_output(output)
-            if loss is None:
-                loss = torch.zeros((), device=layout.device)
-            return loss, tuple(trace.tensors)
+            return step(examples.rebuild(leaves, shared), by_slot)
 
-        in_dims = (None, *(0 for _ in rows))
-        function = vmap(grad_and_value(step, has_aux=True), in_dims=in_dims, randomness="different")
+        in_dims = (None, *(0 for _ in examples.tensors))
+        function = vmap(grad_and_value(loss_of, has_aux=True), in_dims=in_dims, randomness="different")
         try:
-            gradients, (_, aux) = function(tuple(p.detach() for p in layout.parameters), *rows)
+            marks = Marks(examples.tensors, vmapped=True)
+            with step.tracing(together=True), marks, seen_by_rules_refused():
+                gradients, (_, carried) = function(tuple(p.detach() for p in layout.parameters), *examples.tensors)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if self._runs_alone(call, parts):
+            if isinstance(error, UnsupportedModelError) or runs_alone(examples, step):
                 explain(error, self.module)
             raise
-        return gradients, aux
-
-    def _runs_alone(self, call: StepCall, parts: BatchParts) -> bool:
-        """Whether the step runs on one example without ``vmap``: then the error is not the user's."""
-        self._recorder.begin()
-        try:
-            with call.context():
-                self.module.training_step(parts.example(0, call.views), *call.args[1:])  # type: ignore[operator]
-        except Exception:
-            return False
-        return True
+        return gradients, Traced(step.trace, carried)
 
 
-def _slot_names(module: nn.Module, layout: ParameterLayout) -> list[list[str]]:
-    """For each parameter the names of all its slots as children of :class:`_Step`, each slot once.
+def runs_alone(examples: Examples, step: UserStep) -> bool:
+    """Whether the step runs on one example without ``vmap``: then the error is not the user's.
 
-    A module that is reachable by two paths has one name here. With ``functional_call``'s own tying every path would
-    be swapped, the second time for the traced tensor of the first, which would then stay in the user's module.
+    Raises:
+        Exception: the user's own error, which names the user's lines and nothing of ``torch.func``.
     """
-    prefix = {
-        id(owner): f"module.{path}." if path else "module."
-        for path, owner in module.named_modules(remove_duplicate=True)
-    }
-    return [[prefix[id(owner)] + attribute for owner, attribute in slots] for slots in layout.slots]
+    step.forget()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is warned of is not this run's matter
+            step(examples.example(0))
+    except Exception as error:
+        raise error from None
+    finally:
+        step.forget()
+    return True

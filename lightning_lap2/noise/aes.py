@@ -1,42 +1,47 @@
-r"""Cryptographic noise on the CPU: an AES-256-CTR keystream pushed through the inverse CDF.
+r"""Cryptographic noise on the CPU: an AES-256-CTR keystream pushed through the inverse CDF, in float64.
 
-From one keystream word of w bits (32 for fp32, 64 for fp64) come a sign, its top bit, and an integer k, the
-other w - 1. With k uniform on 0 .. 2^{w-1} - 1 and u uniform on (0, 1),
+From one keystream word of 64 bits come a sign, its top bit, and an integer k, the other 63. With k uniform on
+0 .. 2^63 - 1 and u uniform on (0, 1),
 
-.. math::  t = (k + u)\, 2^{-(w-1)}
+.. math::  t = (k + u)\, 2^{-63}
 
-is uniform on (0, 1). Laplace noise of scale b is :math:`\pm b \log t`. Gaussian noise uses the same t for the
-radius of Box and Muller, :math:`R = \sqrt{-2 \log t}`, and :math:`(R \cos\theta, R \sin\theta)` with
-:math:`\theta` uniform on (0, pi/2) and a sign bit each.
+is uniform on (0, 1). Laplace noise of scale b is :math:`\pm b \log t`. Gaussian noise is that of Box and Muller: the
+radius :math:`R = \sqrt{-2 \log t}` times the cosine and the sine of an angle that is uniform on the circle, a second
+word as a signed integer. Both come from :math:`\tau`, the tangent of half the angle, as
+:math:`2 / (1 + \tau^2) - 1` and :math:`2 \tau / (1 + \tau^2)`.
 
-*Tail.* Noise made from w uniform bits ends at w log 2 scales, and that end costs privacy. u therefore
-consists of 64 further keystream bits wherever k does not fill the mantissa by itself (k < 2^24, one word in
-128; k < 2^53, one word in 1,024): every float in the tail can occur, and the smallest t is 2^-96 (fp32) or
-2^-128 (fp64). Laplace noise reaches 66.5 and 88.7 scales, Gaussian noise 11.5 and 13.3. u is (r + 1/2)
-2^-64 with r the 64 bits, so t > 0 even where every bit is zero: there is no infinity.
+*Tail.* Noise made from w uniform bits ends at w log 2 scales, and that end costs privacy. u therefore consists of 64
+further keystream bits wherever leaving it out would be felt (k < 2^46, one word in 130,000): there the tail is as fine
+as floats are. u is (r + 1/2) 2^-64 with r the 64 bits, so t > 0 even where every bit is zero, and Laplace noise ends
+at 88.7 scales, Gaussian noise at 13.3.
 
-*Centre.* Where k fills the mantissa u cannot change t and is left out. Near t = 1 floats are 2^-24 (2^-53)
-apart, and so are the values of the noise around 0, in units of the scale. The sum that receives the noise
-is rounded more coarsely as soon as it exceeds the scale; that the released number is a float, not a real,
-is a limit of every such mechanism and belongs to the guarantee's text, not to this module.
+*Centre.* Near t = 1 floats are 2^-53 apart, and so are the values of -log t, in units of the scale: far finer than the
+cells of :mod:`~lightning_lap2.noise.grid`. The square root would make them coarse again near a radius of 0, so there
+(1 - t below 2^-17) Gaussian noise takes :math:`-\log(1 - v)` with v = 1 - t formed from integers.
+
+*Time.* Which words are refined depends on the noise alone, never on the sum that receives it.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
+from lightning_lap2.noise import grid
 from lightning_lap2.noise.base import Distribution, NoiseSource
 
 Array = npt.NDArray[Any]
 
-CHUNK = 1 << 17  # values per round; words, uniforms and output of a round stay in the L2 cache
-_ZEROS = bytes(16 * 1024)  # what the cipher turns into keystream
+CHUNK = 1 << 16  # values per round; words, uniforms and output of a round stay in the L2 cache
+_ZEROS = bytes(64 * 1024)  # what the cipher turns into keystream
+_BITS = 63  # of k
+_MASK = np.uint64(2**_BITS - 1)
+REFINED = 1 << 46  # k below this is refined, and as many at the other end: without u, -log t is off by 2^-46
 
 
 class Words(Protocol):
@@ -63,105 +68,116 @@ class Keystream:
             self._cipher.update_into(memoryview(_ZEROS)[: len(part)], part)
 
 
-class _Format(NamedTuple):
-    """How a float type is made from keystream words of the same width."""
-
-    word: type[np.unsignedinteger[Any]]
-    signed: type[np.signedinteger[Any]]
-    real: type[np.floating[Any]]
-    bits: int  # of k
-    mantissa: int  # of the float type; a k below 2^mantissa is refined
-
-
-_FORMATS = {
-    torch.float32: _Format(np.uint32, np.int32, np.float32, 31, 24),
-    torch.float64: _Format(np.uint64, np.int64, np.float64, 63, 53),
-}
-
-
 class _Maker:
-    """Makes unit noise chunk by chunk, in buffers that live for one release.
+    """Makes noise chunk by chunk, in buffers that live for one release.
 
     Args:
         words: where the bits come from.
-        form: fp32 or fp64.
         size: the largest chunk asked for.
     """
 
-    def __init__(self, words: Words, form: _Format, size: int) -> None:
+    def __init__(self, words: Words, size: int) -> None:
         self._words = words
-        self._form = form
-        self._word = np.empty(size, form.word)
-        self._integer = np.empty(size, form.signed)
-        self._real = np.empty(size, form.real)
-        self._small = np.empty(size, np.bool_)
-        self._sign = form.word(1 << form.bits)
+        self._word = np.empty(size, np.uint64)
+        self._integer = np.empty(size, np.int64)
+        self._real = np.empty(size)
+        self._some = np.empty(size, np.bool_)
 
-    def laplace(self, size: int) -> Array:
-        """``size`` values of unit Laplace noise, +-log t, in a buffer that the next call overwrites."""
-        word, k, t = self._next(slice(0, size))
-        self._refine(k, t)
-        np.log(t, out=t)
-        self._flip(t, word)
-        return t
+    def laplace(self, size: int, scale: float) -> Array:
+        """``size`` values of Laplace noise, +-scale log t, in a buffer that the next call overwrites."""
+        word, noise = self._word[:size], self._real[:size]
+        self._words.fill(word)
+        self._exponential(word, noise, self._uniform(word, noise))
+        noise *= scale
+        # the sign bit of the word, by exclusive or: log t is never above 0, so the other way round for half of them
+        np.bitwise_and(word, ~_MASK, out=word)
+        bits = noise.view(np.uint64)
+        np.bitwise_xor(bits, word, out=bits)
+        return noise
 
-    def gaussian(self, size: int) -> Array:
-        """``size`` values of unit Gaussian noise: the cosines of all pairs, then their sines."""
+    def gaussian(self, size: int, scale: float) -> Array:
+        """``size`` values of Gaussian noise: the cosines of all pairs, then their sines."""
         pairs = (size + 1) // 2
-        word_r, k, radius = self._next(slice(0, pairs))
-        self._refine(k, radius)
-        np.log(radius, out=radius)
-        np.multiply(radius, self._form.real(-2), out=radius)
+        word, radius, tangent = self._word[:pairs], self._real[:pairs], self._real[pairs : 2 * pairs]
+        self._words.fill(word)
+        k = self._uniform(word, radius)
+        self._exponential(word, radius, k)
+        self._centre(k, radius)
+        radius *= -2.0 * scale * scale
         np.sqrt(radius, out=radius)
-        word_a, _, angle = self._next(slice(pairs, 2 * pairs))
-        np.multiply(angle, self._form.real(np.pi / 2), out=angle)
-        sine = np.sin(angle)
-        np.cos(angle, out=angle)
-        np.multiply(sine, radius, out=sine)
-        np.multiply(angle, radius, out=radius)
-        angle[:] = sine
-        self._flip(radius, word_r)
-        self._flip(angle, word_a)
+        self._words.fill(word)
+        np.copyto(tangent, word.view(np.int64))
+        tangent *= np.pi / 2 * 2.0**-_BITS  # half an angle of the whole circle
+        np.tan(tangent, out=tangent)
+        share = self._integer[:pairs].view(np.float64)  # becomes 2 R / (1 + tangent^2)
+        np.multiply(tangent, tangent, out=share)
+        share += 1.0
+        np.divide(radius, share, out=share)
+        share += share
+        tangent *= share
+        np.subtract(share, radius, out=radius)
         return self._real[:size]
 
-    def _next(self, where: slice) -> tuple[Array, Array, Array]:
-        """Fresh words, their k, and k 2^-bits as a float, rounded to nearest: all views of the buffers."""
-        word, k, t = self._word[where], self._integer[where], self._real[where]
-        self._words.fill(word)
-        np.bitwise_and(word, ~self._sign, out=k.view(self._form.word))
-        np.copyto(t, k, casting="unsafe")
-        np.multiply(t, self._form.real(2.0**-self._form.bits), out=t)
-        return word, k, t
+    def _uniform(self, word: Array, out: Array) -> Array:
+        """The k of ``word``; ``out`` becomes k 2^-63, rounded to nearest."""
+        k = self._integer[: len(word)]
+        np.bitwise_and(word, _MASK, out=k.view(np.uint64))
+        np.copyto(out, k)
+        out *= 2.0**-_BITS
+        return k
 
-    def _refine(self, k: Array, t: Array) -> None:
-        """Replaces t by (k + u) 2^-bits where k < 2^mantissa."""
-        np.less(k, 1 << self._form.mantissa, out=self._small[: len(k)])
-        where = np.flatnonzero(self._small[: len(k)])
-        further = np.empty(len(where), np.uint64)
+    def _exponential(self, word: Array, t: Array, k: Array) -> None:
+        """``t`` becomes its logarithm, after (k + u) 2^-63 took its place where k is small."""
+        where = np.flatnonzero(np.less(k, REFINED, out=self._some[: len(k)]))
+        if len(where):
+            t[where] = (k[where] + self._fractions(len(where))) * 2.0**-_BITS
+        np.log(t, out=t)
+
+    def _centre(self, k: Array, log_t: Array) -> None:
+        """Replaces log t by log(1 - v), v = 1 - t, where t is nearly 1."""
+        where = np.flatnonzero(np.greater_equal(k, 2**_BITS - REFINED, out=self._some[: len(k)]))
+        if not len(where):
+            return
+        v = ((2**_BITS - 1 - k[where]) + self._fractions(len(where))) * 2.0**-_BITS
+        log_t[where] = np.log1p(-v)
+
+    def _fractions(self, size: int) -> Array:
+        """``size`` values of u."""
+        further = np.empty(size, np.uint64)
         self._words.fill(further)
-        u = (further.astype(np.float64) + 0.5) * 2.0**-64
-        t[where] = (k[where] + u) * 2.0**-self._form.bits
-
-    def _flip(self, values: Array, word: Array) -> None:
-        """Gives each value the sign bit of its word by exclusive or, whatever its own sign."""
-        np.bitwise_and(word, self._sign, out=word)
-        bits = values.view(self._form.word)
-        np.bitwise_xor(bits, word, out=bits)
+        return (further.astype(np.float64) + 0.5) * 2.0**-64
 
 
-def add_noise(values: Tensor, scale: float, distribution: Distribution, words: Words) -> None:
-    """Adds ``scale`` times unit noise made from ``words`` to a flat fp32 or fp64 CPU tensor, in place."""
-    out: Array = values.numpy()
-    form = _FORMATS[values.dtype]
-    factor = form.real(scale)
+def noise_chunks(size: int, scale: float, distribution: Distribution, words: Words) -> Iterator[tuple[slice, Array]]:
+    """Noise for ``size`` values, float64, piece by piece; a piece is valid until the next is asked for."""
     # One more than the chunk: an odd number of Gaussian values takes a whole last pair.
-    maker = _Maker(words, form, min(CHUNK, len(out)) + 1)
+    maker = _Maker(words, min(CHUNK, size) + 1)
     draw = maker.laplace if distribution == "laplace" else maker.gaussian
-    for start in range(0, len(out), CHUNK):
-        part = out[start : start + CHUNK]
-        noise = draw(len(part))
-        np.multiply(noise, factor, out=noise)
-        np.add(part, noise, out=part)
+    for start in range(0, size, CHUNK):
+        where = slice(start, min(start + CHUNK, size))
+        yield where, draw(where.stop - start, scale)
+
+
+def add_noise(
+    values: Tensor,
+    scale: float,
+    distribution: Distribution,
+    words: Words,
+    *,
+    last_factor: float = 1.0,
+    cells: int = grid.CELLS,
+) -> None:
+    """Adds noise made from ``words`` to a flat fp32 or fp64 CPU tensor, in place, and rounds to the grid of ``scale``;
+    see :meth:`NoiseSource.add_`."""
+    out: Array = values.numpy()
+    for where, noise in noise_chunks(len(out), scale, distribution, words):
+        part = out[where]
+        last = noise[-1] + last_factor * float(part[-1])
+        noise += part
+        if where.stop == len(out):
+            noise[-1] = last
+        grid.round_(noise, scale, cells)
+        np.copyto(part, noise, casting="same_kind")
 
 
 class AesNoise(NoiseSource):
@@ -169,5 +185,15 @@ class AesNoise(NoiseSource):
 
     name: ClassVar[str] = "aes"
 
-    def _add(self, values: Tensor, scale: float, distribution: Distribution, release: int) -> None:
-        add_noise(values, scale, distribution, Keystream(self._secret(32, release)))
+    def _add(self, values: Tensor, scale: float, distribution: Distribution, release: int, last_factor: float) -> None:
+        stream = self._stream(release)
+        add_noise(values, scale, distribution, stream, last_factor=last_factor, cells=self.cells)
+
+    def fill_(self, out: Tensor, distribution: Distribution, *, release: int) -> None:
+        """Overwrites the float64 CPU tensor ``out`` (``[n]``) with noise of scale 1, not rounded."""
+        made: Array = out.numpy()
+        for where, noise in noise_chunks(len(made), 1.0, distribution, self._stream(release)):
+            made[where] = noise
+
+    def _stream(self, release: int) -> Keystream:
+        return Keystream(self._secret(32, release))

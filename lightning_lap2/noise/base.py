@@ -8,26 +8,37 @@ import os
 from abc import ABC, abstractmethod
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_lap2.noise.grid import CELLS
 
 NoiseKind = Literal["auto", "aes", "torch"]
 Distribution = Literal["laplace", "gaussian"]
 
-# No unit draw of any source exceeds this many scales: the smallest uniform is 2^-128, so 88.8 for Laplace
+# No unit draw of any source exceeds this many scales: the smallest uniform is 2^-129, so 89.5 for Laplace
 # and 13.4 for Gaussian noise.
 MAX_UNITS = 128.0
 
+# Scales of noise beside which float64 has room for the arithmetic of :mod:`~lightning_lap2.noise.grid`.
+_SMALLEST, _LARGEST = 2.0**-480, 2.0**480
+
 
 class NoiseSource(ABC):
-    """Adds independent noise to a flat buffer, once per release.
+    """Adds independent noise to a flat buffer and rounds to a grid, once per release.
 
     Two calls never share noise unless a ``seed`` was given: every call is keyed by fresh entropy of the
     operating system, so forks, copies, pickles and resumed runs differ, and ``seed_everything`` has no hold
     on it. With a ``seed`` the noise is a function of (seed, release, rank, size, dtype, distribution): the
     run can be repeated, and **is not private**, since whoever knows the seed can subtract the noise. A
     second call of the same release then repeats the first one's noise.
+
+    Args:
+        device: where the buffers to be noised live.
+        seed: see above.
+        rank: see below.
+        cells: of the grid in one scale. Another number than the proven one is for seeded noise, which is not private
+            anyhow: two releases that differ by less than a cell can then be compared.
 
     Attributes:
         name: ``"aes"`` or ``"torch"``, what the report prints.
@@ -38,35 +49,55 @@ class NoiseSource(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, device: torch.device, *, seed: int | None = None, rank: int = 0) -> None:
+    def __init__(self, device: torch.device, *, seed: int | None = None, rank: int = 0, cells: int = CELLS) -> None:
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise TypeError(f"noise seed must be an int or None, got {seed!r}")
+        if cells != CELLS and seed is None:
+            raise ValueError(f"cells={cells!r} needs seeded noise: releases are proven private with {CELLS}")
         self.device = device
         self.seed = seed
         self.rank = rank
+        self.cells = cells
 
-    def add_(self, values: Tensor, scale: float, distribution: Distribution = "laplace", *, release: int) -> None:
-        """Adds i.i.d. noise to ``values`` in place.
+    def add_(
+        self,
+        values: Tensor,
+        scale: float,
+        distribution: Distribution = "laplace",
+        *,
+        release: int,
+        last_factor: float = 1.0,
+    ) -> None:
+        """Adds i.i.d. noise to ``values`` in place: ``gamma * round((values + noise) / gamma)``.
+
+        Sum and noise are float64, rounded once, whatever the type that ``values`` keeps the result in; gamma is
+        :func:`lightning_lap2.noise.grid.spacing` of ``scale``. One call per release: a sum that had its noise must not
+        be added to anything but a public number.
 
         Args:
             values: shape ``[n]``, contiguous, fp32 or fp64, on the source's device.
             scale: in the units of ``values``: b of Laplace noise (standard deviation b sqrt 2), the standard
-                deviation of Gaussian noise. 0 adds nothing. The scale used is never below the one given.
+                deviation of Gaussian noise. 0 adds nothing and rounds nothing.
             distribution: ``"laplace"`` or ``"gaussian"``.
             release: number of the optimizer step; enters the noise of a seeded source only.
+            last_factor: what the last value is multiplied by, in float64, before its noise is added.
 
         Raises:
-            TypeError: for another dtype: noise in bf16 or fp16 takes a few thousand values and hides nothing.
+            TypeError: for another dtype: in bf16 or fp16 a sum is rounded by what the records are.
             ValueError: for another shape, layout, device or distribution; for a scale that is negative, not
                 finite, or outside what the dtype can hold.
         """
-        used = check_request(values, scale, distribution, self.device)
-        if used > 0 and values.numel() > 0:
-            self._add(values.detach(), used, distribution, release)
+        check_request(values, scale, distribution, self.device)
+        if values.numel() == 0:
+            return
+        if scale > 0:
+            self._add(values.detach(), float(scale), distribution, release, last_factor)
+        else:
+            values[-1] *= last_factor
 
     @abstractmethod
-    def _add(self, values: Tensor, scale: float, distribution: Distribution, release: int) -> None:
-        """:meth:`add_` after the checks; ``scale`` is positive and exact in the dtype of ``values``."""
+    def _add(self, values: Tensor, scale: float, distribution: Distribution, release: int, last_factor: float) -> None:
+        """:meth:`add_` after the checks, for a positive scale and at least one value."""
 
     def _secret(self, size: int, release: int) -> bytes:
         """``size`` secret bytes for one call: of the operating system, or hashed from the seed."""
@@ -86,12 +117,12 @@ def secret_bytes(size: int, purpose: str, seed: int | None, release: int, rank: 
     return hashlib.shake_256(text.encode()).digest(size)
 
 
-def check_request(values: Tensor, scale: float, distribution: str, device: torch.device) -> float:
-    """Validates one request (see :meth:`NoiseSource.add_`); returns the scale rounded *up* to the dtype."""
+def check_request(values: Tensor, scale: float, distribution: str, device: torch.device) -> None:
+    """Validates one request; see :meth:`NoiseSource.add_`."""
     if distribution not in ("laplace", "gaussian"):
         raise ValueError(f"distribution must be 'laplace' or 'gaussian', got {distribution!r}")
     if values.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"noise needs a float32 or float64 tensor, got {values.dtype}: sum and noise in float32")
+        raise TypeError(f"noise needs a float32 or float64 tensor, got {values.dtype}: sum in float32")
     if values.dim() != 1 or not values.is_contiguous():
         raise ValueError(
             f"noise needs a flat contiguous tensor, got shape {tuple(values.shape)} with strides "
@@ -104,18 +135,15 @@ def check_request(values: Tensor, scale: float, distribution: str, device: torch
         )
     if not math.isfinite(scale) or scale < 0:
         raise ValueError(f"noise scale must be finite and not negative, got {scale!r}")
-    return _rounded_up(scale, values.dtype) if scale > 0 else 0.0
-
-
-def _rounded_up(scale: float, dtype: torch.dtype) -> float:
-    """The least number of ``dtype`` that is >= ``scale``: rounding must not lower the noise charged for."""
-    limits = torch.finfo(dtype)
-    if not limits.tiny <= scale <= limits.max / MAX_UNITS:
+    low, high = scale_range(values.dtype)
+    if scale > 0 and not low <= scale <= high:
         raise ValueError(
-            f"noise scale {scale!r} is outside what {dtype} can hold ({limits.tiny:.3g} to "
-            f"{limits.max / MAX_UNITS:.3g}): rescale the loss or use float64"
+            f"noise scale {scale!r} is outside what {values.dtype} can hold ({low:.3g} to {high:.3g}): rescale the "
+            "loss or use float64"
         )
-    if dtype == torch.float64:
-        return float(scale)
-    nearest = np.float32(scale)
-    return float(nearest if float(nearest) >= scale else np.nextafter(nearest, np.float32(np.inf)))
+
+
+def scale_range(dtype: torch.dtype) -> tuple[float, float]:
+    """The least and the largest scale of noise on a sum of this type."""
+    limits = torch.finfo(dtype)
+    return max(limits.tiny, _SMALLEST), min(limits.max / MAX_UNITS, _LARGEST)

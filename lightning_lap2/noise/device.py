@@ -1,10 +1,9 @@
 r"""Noise from torch's generators, on the device that holds the sum.
 
-One 64-bit word per fp32 value (two per fp64 value) is split as in :mod:`lightning_lap2.noise.aes`: a sign,
-an integer k of 31 (63) bits, and further bits for u, so :math:`t = (k + u)\,2^{-31}` never falls below
-2^-64 (2^-127). Laplace noise reaches 44.3 (88.0) scales, Gaussian noise 9.4 (13.2). u is added to every k
-rather than to the small ones alone: a device has no use for a gather, and where k fills the mantissa the
-sum rounds back to k.
+Two 64-bit words per value are split as in :mod:`lightning_lap2.noise.aes`: a sign, an integer k of 63 bits, and 63
+further bits for u, so :math:`t = (k + u)\,2^{-63}` never falls below 2^-127: Laplace noise reaches 88.0 scales,
+Gaussian noise 13.2. u is added to every k rather than to the small ones alone: a device has no use for a gather, and
+where k fills the mantissa the sum rounds back to k. Gaussian pairs take a third word, the angle.
 
 *Strength.* These generators are statistically good but not cryptographic: CUDA's Philox4x32 has a 64-bit
 key, the CPU's Mersenne Twister is linear. Each call takes fresh entropy of the operating system for the
@@ -20,9 +19,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_lap2.noise import grid
 from lightning_lap2.noise.base import Distribution, NoiseSource
 
-_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}  # values per round: cache on a CPU, 32 MiB of words on a GPU
+_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}  # values per round: cache on a CPU, 64 MiB of words on a GPU
+
+_LOW = 2**63 - 1  # all bits but the sign
 
 _TWISTER_WORDS = 624
 _TWISTER_START = 24  # bytes before the words in torch's CPU state: seed (8), left (4), seeded (4), next (8)
@@ -40,15 +42,17 @@ class TorchNoise(NoiseSource):
 
     name: ClassVar[str] = "torch"
 
-    def __init__(self, device: torch.device, *, seed: int | None = None, rank: int = 0) -> None:
-        super().__init__(device, seed=seed, rank=rank)
+    def __init__(
+        self, device: torch.device, *, seed: int | None = None, rank: int = 0, cells: int = grid.CELLS
+    ) -> None:
+        super().__init__(device, seed=seed, rank=rank, cells=cells)
         if device.type not in _CHUNK:
             raise ValueError(
                 f"noise_source='torch' knows the generators of cpu and cuda, not of {device.type!r}: "
                 "use noise_source='aes'"
             )
 
-    def _add(self, values: Tensor, scale: float, distribution: Distribution, release: int) -> None:
+    def _add(self, values: Tensor, scale: float, distribution: Distribution, release: int, last_factor: float) -> None:
         generator = torch.Generator(device=values.device)
         if values.device.type == "cpu":
             key_twister(generator, self._secret(4 * _TWISTER_WORDS, release))
@@ -58,7 +62,12 @@ class TorchNoise(NoiseSource):
         chunk = _CHUNK[values.device.type]
         for start in range(0, values.numel(), chunk):
             part = values[start : start + chunk]
-            part.add_(unit(part.numel(), part.dtype, generator), alpha=scale)
+            total = part.to(torch.float64, copy=True)
+            if start + chunk >= values.numel():
+                total[-1] *= last_factor
+            total += unit(part.numel(), generator).mul_(scale)
+            grid.round_(total, scale, self.cells)
+            part.copy_(total)
 
 
 def key_twister(generator: torch.Generator, secret: bytes) -> None:
@@ -95,43 +104,38 @@ def key_philox(generator: torch.Generator, secret: bytes) -> None:
         )
 
 
-def unit_laplace(size: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Unit Laplace noise, shape ``[size]``: log t with a random sign."""
-    t, sign = _uniform(size, dtype, generator)
-    return t.log_().mul_(sign)
+def unit_laplace(size: int, generator: torch.Generator) -> Tensor:
+    """Unit Laplace noise, float64 ``[size]``: log t with a random sign."""
+    k, u, sign = split_words(_words(2, size, generator))
+    return uniform(k, u).log_().mul_(sign)
 
 
-def unit_gaussian(size: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Unit Gaussian noise, shape ``[size]``: the cosines of all Box-Muller pairs, then their sines."""
+def unit_gaussian(size: int, generator: torch.Generator) -> Tensor:
+    """Unit Gaussian noise, float64 ``[size]``: the cosines of all Box-Muller pairs, then their sines."""
     pairs = (size + 1) // 2
-    t, sign_r = _uniform(pairs, dtype, generator)
-    angle, sign_a = _uniform(pairs, dtype, generator)
-    radius = t.log_().mul_(-2).sqrt_()
-    angle.mul_(math.pi / 2)
-    return torch.cat((angle.cos().mul_(sign_r).mul_(radius), angle.sin().mul_(sign_a).mul_(radius)))[:size]
+    words = _words(3, pairs, generator)
+    k, u, _ = split_words(words[:2])
+    # near t = 1 from 1 - t, formed of integers: else the square root would make small radii coarse
+    rest = uniform(_LOW - k, u)
+    centre = rest.neg().log1p_()
+    radius = torch.where(rest < 2.0**-10, centre, uniform(k, u).log_()).mul_(-2).sqrt_()
+    angle = words[2].double().mul_(math.pi * 2.0**-63)  # the whole circle
+    return torch.cat((angle.cos().mul_(radius), angle.sin_().mul_(radius)))[:size]
 
 
-def _uniform(size: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(t, sign): t in (0, 1], sign +-1, both of shape ``[size]`` and the given dtype."""
-    rows = 1 if dtype == torch.float32 else 2
+def _words(rows: int, size: int, generator: torch.Generator) -> Tensor:
+    """Uniform bits, int64 ``[rows, size]``."""
     words = torch.empty((rows, size), dtype=torch.int64, device=generator.device)
-    words.random_(-(2**63), None, generator=generator)
-    return split_words(words, dtype)
+    return words.random_(-(2**63), None, generator=generator)
 
 
-def split_words(words: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(t, sign) from uniform int64 words of shape ``[1, size]`` for fp32, ``[2, size]`` for fp64.
+def split_words(words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(k, u, sign) from uniform int64 words ``[2, size]``: bit 63 of the first is the sign (+-1.0), its bits 0..62 are
+    k (int64), bits 0..62 of the second are u, float64 in (0, 1]."""
+    sign = (words[0] >> 63).mul_(2).add_(1).double()  # the arithmetic shift gives -1 or 0, so -1 or 1
+    return words[0] & _LOW, (words[1] & _LOW).double().add_(0.5).mul_(2.0**-63), sign
 
-    fp32 from one word: bit 63 is the sign, bits 32..62 are k, bits 0..31 are u. fp64 from two: bit 63 of
-    the first is the sign, its bits 0..62 are k, bits 0..62 of the second are u. u = (bits + 1/2) 2^-width >
-    0, hence t > 0.
-    """
-    low = 2**63 - 1
-    first = words[0]
-    sign = (first >> 63).mul_(2).add_(1).to(dtype)  # the arithmetic shift gives -1 or 0, so -1 or 1
-    if dtype == torch.float32:
-        k, further, bits, width = (first & low) >> 32, first & 0xFFFFFFFF, 31, 32
-    else:
-        k, further, bits, width = first & low, words[1] & low, 63, 63
-    u = further.to(dtype).add_(0.5).mul_(2.0**-width)
-    return k.to(dtype).add_(u).mul_(2.0**-bits), sign
+
+def uniform(k: Tensor, u: Tensor) -> Tensor:
+    """t = (k + u) 2^-63, float64 in (0, 1], rounded to nearest."""
+    return k.double().add_(u).mul_(2.0**-63)

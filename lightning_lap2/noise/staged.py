@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_lap2.noise import grid
 from lightning_lap2.noise.aes import AesNoise
 from lightning_lap2.noise.base import Distribution, NoiseSource
 
-_CHUNK = 1 << 24  # values copied at once: 64 MiB of fp32 on the device instead of a second whole buffer
+_CHUNK = 1 << 22  # values at once: 32 MiB of float64 on the device
 
 
 @dataclass(frozen=True)
@@ -21,30 +22,39 @@ class _Order:
     """What unit noise is wanted. ``release`` is None where it does not matter: without a seed."""
 
     size: int
-    dtype: torch.dtype
     distribution: Distribution
     release: int | None
 
 
 class StagedAesNoise(NoiseSource):
-    """The CPU's AES noise, copied to ``device`` and scaled there.
+    """The CPU's AES noise, copied to ``device``, scaled, added and rounded there.
 
-    The noise is drawn at unit scale into one host buffer (pinned for CUDA), so that it can be drawn before
+    The noise is drawn at unit scale into one float64 host buffer (pinned for CUDA), so that it can be drawn before
     the scale is known. With ``ahead`` a background thread does so for the next release while the device
-    computes this one; a next request that differs from the last in size, dtype, distribution or (seeded)
-    release is drawn afresh, and what was prepared is dropped. Prepared noise is used at most once, by the
-    process that prepared it: it is neither pickled nor copied, and a forked child discards it.
+    computes this one; a next request that differs from the last in size, distribution or (seeded) release is
+    drawn afresh, and what was prepared is dropped. Prepared noise is used at most once, by the process that
+    prepared it: it is neither pickled nor copied, and a forked child discards it.
+
+    A device without float64 (Apple's) sends its sum to the host, where it is noised and rounded, and takes it back.
 
     Args:
         device: the accelerator; ``cpu`` works too (no pinning), for tests.
-        seed, rank: see :class:`NoiseSource`. The noise does not depend on ``ahead``.
+        seed, rank, cells: see :class:`NoiseSource`. The noise does not depend on ``ahead``.
         ahead: draw the next release's noise in a background thread.
     """
 
     name: ClassVar[str] = "aes"
 
-    def __init__(self, device: torch.device, *, seed: int | None = None, rank: int = 0, ahead: bool = True) -> None:
-        super().__init__(device, seed=seed, rank=rank)
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        seed: int | None = None,
+        rank: int = 0,
+        cells: int = grid.CELLS,
+        ahead: bool = True,
+    ) -> None:
+        super().__init__(device, seed=seed, rank=rank, cells=cells)
         self.ahead = ahead
         self._host = AesNoise(torch.device("cpu"), seed=seed, rank=rank)
         self._forget()
@@ -56,25 +66,31 @@ class StagedAesNoise(NoiseSource):
         self._prepared: tuple[_Order, Future[Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("device", "seed", "rank", "ahead", "_host")
+        kept = ("device", "seed", "rank", "cells", "ahead", "_host")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
 
-    def _add(self, values: Tensor, scale: float, distribution: Distribution, release: int) -> None:
+    def _add(self, values: Tensor, scale: float, distribution: Distribution, release: int, last_factor: float) -> None:
         if self._pid != os.getpid():
             self._forget()
         seeded = self.seed is not None
-        order = _Order(values.numel(), values.dtype, distribution, release if seeded else None)
+        order = _Order(values.numel(), distribution, release if seeded else None)
         noise = self._take(order)
+        where = values.device if has_float64(values.device) else noise.device
         for start in range(0, order.size, _CHUNK):
+            part = values[start : start + _CHUNK]
+            total = part.to(where).to(torch.float64, copy=True)
+            if start + _CHUNK >= order.size:
+                total[-1] *= last_factor
             # A blocking copy: when it returns the host buffer may be written again.
-            part = noise[start : start + _CHUNK].to(values.device)
-            values[start : start + _CHUNK].add_(part, alpha=scale)
+            total += noise[start : start + _CHUNK].to(where, copy=True).mul_(scale)
+            grid.round_(total, scale, self.cells)
+            part.copy_(total)
         if self.ahead:
-            self._prepare(_Order(order.size, order.dtype, distribution, release + 1 if seeded else None))
+            self._prepare(_Order(order.size, distribution, release + 1 if seeded else None))
 
     def _take(self, order: _Order) -> Tensor:
         """The prepared noise if it is what is wanted (then it is spent), else noise drawn now."""
@@ -91,8 +107,12 @@ class StagedAesNoise(NoiseSource):
         self._prepared = (order, self._thread.submit(self._draw, order))
 
     def _draw(self, order: _Order) -> Tensor:
-        if self._buffer is None or self._buffer.numel() != order.size or self._buffer.dtype != order.dtype:
-            self._buffer = torch.empty(order.size, dtype=order.dtype, pin_memory=self.device.type == "cuda")
-        self._buffer.zero_()
-        self._host.add_(self._buffer, 1.0, order.distribution, release=order.release or 0)
+        if self._buffer is None or self._buffer.numel() != order.size:
+            self._buffer = torch.empty(order.size, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+        self._host.fill_(self._buffer, order.distribution, release=order.release or 0)
         return self._buffer
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether float64 arithmetic runs on ``device``."""
+    return device.type != "mps"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from lightning_lap2.sampling.alone import ExampleLoader, peek
 from lightning_lap2.sampling.loaders import check_loader, provably_once, rebuild_loader
 from lightning_lap2.sampling.parts import Part
 from lightning_lap2.sampling.poisson import PoissonBatchSampler
 from lightning_lap2.sampling.recorded import RecordedBatchSampler
 
 __all__ = [
+    "ExampleLoader",
     "Part",
     "PoissonBatchSampler",
     "RecordedBatchSampler",
     "check_loader",
+    "peek",
     "provably_once",
     "rebuild_loader",
 ]

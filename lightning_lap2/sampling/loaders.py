@@ -16,6 +16,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from lightning_lap2.sampling.repeats import refuse_repeats
+
 _PLAIN = "shuffle=True, shuffle=False or a DistributedSampler"
 _NONE = "declare sampling='none' (no amplification by sampling)"
 _LIGHTNING_HOMES = (
@@ -42,6 +44,7 @@ def check_loader(loader: object) -> None:
     """
     loader = _map_style(loader)
     size = _length(loader)
+    refuse_repeats(loader.dataset)
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler:
         raise TypeError(
@@ -67,24 +70,30 @@ def rebuild_loader(
             :func:`check_loader`.
     """
     _map_style(loader)
-    optional: dict[str, Any] = {}
-    if loader.pin_memory_device:  # deprecated by torch: not to be passed on when it is empty
-        optional["pin_memory_device"] = loader.pin_memory_device
-    if loader.num_workers > 0:
-        optional["prefetch_factor"] = loader.prefetch_factor
-        optional["multiprocessing_context"] = loader.multiprocessing_context
     return DataLoader(
         loader.dataset if dataset is None else dataset,
         batch_sampler=batch_sampler,
-        num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,
-        persistent_workers=loader.persistent_workers,
-        **optional,
+        **worker_settings(loader),
     )
+
+
+def worker_settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How ``loader`` reads: workers, pinning, time-out and generator, as arguments of another ``DataLoader``."""
+    settings: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "generator": loader.generator,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if loader.pin_memory_device:  # deprecated by torch: not to be passed on when it is empty
+        settings["pin_memory_device"] = loader.pin_memory_device
+    if loader.num_workers > 0:
+        settings["prefetch_factor"] = loader.prefetch_factor
+        settings["multiprocessing_context"] = loader.multiprocessing_context
+    return settings
 
 
 def provably_once(loader: object, world_size: int) -> None:
@@ -100,6 +109,7 @@ def provably_once(loader: object, world_size: int) -> None:
     """
     known = _map_style(loader)
     _length(known)
+    refuse_repeats(known.dataset)
     batches = known.batch_sampler
     if type(batches) is not BatchSampler:
         reason: str | None = f"the batch_sampler is a {_name(batches)}, which may repeat examples"

@@ -6,10 +6,13 @@ epoch's last batch. The batches of one step form a *window*, and every one of th
 
 from __future__ import annotations
 
+import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.utils.data import Sampler
 
@@ -59,6 +62,25 @@ class _Pass:
         return (self.next_release, 0) if self.begun else (self.release, self.position)
 
 
+class Indices(list[int]):
+    """One loader batch: what a batch sampler gives a worker.
+
+    Attributes:
+        key: what the worker's random numbers are made from, for repeatable runs; ``None``: the operating system.
+    """
+
+    key: bytes | None = None
+
+    def __reduce__(self) -> Any:
+        return _indices, (list(self), self.key)
+
+
+def _indices(values: list[int], key: bytes | None) -> Indices:
+    made = Indices(values)
+    made.key = key
+    return made
+
+
 Draw = Callable[[int, int], list[tuple[list[int], int]]]
 """(release, parts) -> at most ``parts`` loader batches of one window, each with its number of examples."""
 
@@ -84,9 +106,13 @@ class WindowedBatchSampler(Sampler[list[int]], ABC):
     """
 
     drop_last = False
+    rank = 0
     absent: frozenset[int] = frozenset()
 
-    def __init__(self, num_batches: int | None, accumulate: int, views: int = 1) -> None:
+    def __init__(self, num_batches: int | None, accumulate: int, views: int = 1, seed: int | None = None) -> None:
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise TypeError(f"sampling seed must be an int or None, got {seed!r}")
+        self.seed = seed
         self.accumulate = positive("accumulate", accumulate)
         self.views = positive("views", views)
         self._epoch_batches = None if num_batches is None else positive("num_batches", num_batches)
@@ -156,12 +182,21 @@ class WindowedBatchSampler(Sampler[list[int]], ABC):
             for index, (drawn, count) in enumerate(batches, start=first):
                 batch, records, left_out = self._leave_out(drawn, count)
                 current.drawn.append(Part(release, index, first + len(batches), len(records), tuple(records), left_out))
-                yield batch if self.views == 1 else [example for example in batch for _ in range(self.views)]
+                drawn_indices = Indices(example for example in batch for _ in range(self.views))
+                drawn_indices.key = None if self.seed is None else self.secret(f"worker|part={index:d}", release)
+                yield drawn_indices
             position += len(batches)
             release += bool(batches)
             if len(batches) < parts:
                 break
         current.end(release)
+
+    def secret(self, purpose: str, release: int) -> bytes:
+        """32 bytes for one purpose in one release: of the operating system, or with a seed a function of both."""
+        if self.seed is None:
+            return os.urandom(32)
+        text = f"lightning-lap2/v1/{purpose}|seed={self.seed:d}|release={release:d}|rank={self.rank:d}"
+        return hashlib.shake_256(text.encode()).digest(32)
 
     def _leave_out(self, drawn: list[int], count: int) -> tuple[list[int], list[int], tuple[int, ...]]:
         """(batch, its records, those left out) of what was drawn; a batch of which nothing is left is an empty draw."""

@@ -13,9 +13,6 @@ is the set of heads among all N.
 
 from __future__ import annotations
 
-import hashlib
-import os
-
 import numpy as np
 
 from lightning_lap2.sampling.parts import Draw, WindowedBatchSampler, positive
@@ -25,8 +22,8 @@ class PoissonBatchSampler(WindowedBatchSampler):
     """Replaces the train loader's batch sampler by Poisson draws.
 
     Every optimizer step draws once, over all the loader batches that are accumulated into it: separate
-    draws would let one example enter twice. The indices, each at most once and in random order, are dealt
-    out to the parts as evenly as possible. The epoch keeps its length; batch sizes vary from step to step.
+    draws would let one example enter twice. The indices, each at most once and in random order, go to the
+    parts that each of them chooses at random. The epoch keeps its length; batch sizes vary from step to step.
 
     A window shorter than ``accumulate`` (at the end of an epoch, or after a resume in its middle) draws at
     a rate smaller in proportion, so that the gradients keep their weight; charging it at ``sample_rate``
@@ -71,17 +68,14 @@ class PoissonBatchSampler(WindowedBatchSampler):
         seed: int | None = None,
         views: int = 1,
     ) -> None:
-        super().__init__(positive("num_batches", num_batches), accumulate, views)
+        super().__init__(positive("num_batches", num_batches), accumulate, views, seed)
         self.num_examples = positive("num_examples", num_examples)
         self.batch_size = positive("batch_size", batch_size)
         self.num_batches = num_batches
         self.world_size = positive("world_size", world_size)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie in 0 .. world_size - 1 = {world_size - 1}, got {rank}")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise TypeError(f"sampling seed must be an int or None, got {seed!r}")
         self.rank = rank
-        self.seed = seed
         self.expected_batch_size = batch_size * accumulate * world_size
         if self.expected_batch_size > num_examples:
             raise ValueError(
@@ -109,16 +103,15 @@ class PoissonBatchSampler(WindowedBatchSampler):
         # Floyd's algorithm where count is small, a tail shuffle where the shard is at most 50 times as large.
         local = coins.choice(self._shard, count, replace=False, shuffle=True) if count else np.empty(0, np.int64)
         drawn = self.rank + self.world_size * local
-        dealt = [drawn] if parts == 1 else np.array_split(drawn, parts)
+        # each example chooses its part by itself: dealt by position, one that joins would move others to another
+        # batch_idx, which their loss may depend on
+        chosen = coins.integers(parts, size=count)
+        dealt = [drawn] if parts == 1 else [drawn[chosen == part] for part in range(parts)]
         return [(part.tolist(), len(part)) if len(part) else ([self._template], 0) for part in dealt]
 
     def _coins(self, release: int) -> np.random.Generator:
         """The generator of one draw: 128 secret bits as key, 128 as upper half of the counter."""
-        if self.seed is None:
-            secret = os.urandom(32)
-        else:
-            text = f"lightning-lap2/v1/poisson|seed={self.seed:d}|release={release:d}|rank={self.rank:d}"
-            secret = hashlib.shake_256(text.encode()).digest(32)
+        secret = self.secret("poisson", release)
         words = np.frombuffer(secret, "<u8").astype(np.uint64)  # least significant first
         counter = np.zeros(4, np.uint64)
         counter[2:] = words[2:]

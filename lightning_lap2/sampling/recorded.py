@@ -28,6 +28,7 @@ class RecordedBatchSampler(WindowedBatchSampler):
         num_batches: loader batches per epoch; by default the length of ``batch_sampler``.
         accumulate: loader batches per optimizer step.
         views: how often each index is given, in a row.
+        seed, rank: make the workers' random numbers repeatable, as in :class:`PoissonBatchSampler`.
 
     Raises:
         TypeError: if ``num_batches`` is not given and ``batch_sampler`` has no length.
@@ -40,12 +41,15 @@ class RecordedBatchSampler(WindowedBatchSampler):
         num_batches: int | None = None,
         accumulate: int = 1,
         views: int = 1,
+        seed: int | None = None,
+        rank: int = 0,
     ) -> None:
         if num_batches is None:
             if not isinstance(batch_sampler, Sized):
                 raise TypeError(f"{type(batch_sampler).__name__} has no length: give num_batches")
             num_batches = len(batch_sampler)
-        super().__init__(num_batches, accumulate, views)
+        super().__init__(num_batches, accumulate, views, seed)
+        self.rank = rank
         self.num_batches = num_batches
         self.batch_sampler = batch_sampler
 

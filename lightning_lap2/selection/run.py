@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lap2.accounting.selection import RunLimit
+from lightning_lap2.callback import marks
 from lightning_lap2.callback.core import Lap2Core
 from lightning_lap2.callback.journal import local_path
-from lightning_lap2.callback.ledger import SEARCH_CAVEAT
-from lightning_lap2.callback.refusals import UnsupportedSettingError
+from lightning_lap2.callback.ledger import Account, Ledger
 from lightning_lap2.callback.session import FitSession
-from lightning_lap2.report import JSON_NAME, MARKDOWN_NAME
+from lightning_lap2.errors import UnsupportedSettingError
+from lightning_lap2.report import NAME
 
 
 class SearchRun(Lap2Core):
@@ -30,7 +31,7 @@ class SearchRun(Lap2Core):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":
-            self._check_alone()
+            self._check_fresh(pl_module)
             if not trainer.fast_dev_run:
                 self._check_outputs(trainer)
         super().setup(trainer, pl_module, stage)
@@ -70,17 +71,26 @@ class SearchRun(Lap2Core):
                 f"a private search draws in one process, but the Trainer has {session.trainer.world_size}: use "
                 "Trainer(devices=1)"
             )
-        self._check_alone()
+        self._check_fresh(session.module)  # once more: configure_model may have added parts
 
-    def _check_alone(self) -> None:
-        """
+    def _check_fresh(self, module: Any) -> None:
+        """Runs must be alike in law, and their ledgers hold one run each.
+
         Raises:
-            UnsupportedSettingError: a second fit, or one that goes on from a checkpoint.
+            UnsupportedSettingError: a second fit, one that goes on from a checkpoint, or a module that an earlier run
+                has trained, wholly or in part.
         """
         if self.steps:
             raise UnsupportedSettingError(
                 f"the run of a private search is one fit from its beginning, but its ledger holds {self.steps} earlier "
                 "releases (a second fit, or a checkpoint): plan one fit, such as one with more epochs"
+            )
+        if marks.spent(module):
+            raise UnsupportedSettingError(
+                f"train fits a {type(module).__name__} that was trained privately before, wholly or in part (by an "
+                "earlier run of the search?), but every run of a private search starts from fresh weights: build the "
+                "module and all its parts within train. Weights of an earlier private training go into a new module "
+                "by load_state_dict, and its epsilon and delta are then yours to add to those of the search"
             )
 
 
@@ -96,7 +106,7 @@ def make_callback(base: type[Lap2Core], folder: Path, limit: RunLimit, **setting
     names = {"__qualname__": base.__qualname__, "__module__": base.__module__, "__doc__": base.__doc__}
     privacy: SearchRun = type(base.__name__, (SearchRun, base), names)(**settings)
     privacy.settings = replace(privacy.settings, run_limit=limit)
-    privacy._ledger.add_caveat(SEARCH_CAVEAT)
+    privacy._account = Account(Ledger(privacy.settings))
     privacy.folder, privacy.notes = folder, []
     return privacy
 
@@ -136,6 +146,5 @@ def check_ended(privacy: SearchRun, score: Any) -> float:
 
 def drop_report(folder: Path) -> None:
     """Deletes the run's own privacy reports, whose epsilon is that of the run alone: the search has one of its own."""
-    for name in (JSON_NAME, MARKDOWN_NAME):
-        for path in folder.rglob(name):
-            path.unlink()
+    for path in [*folder.rglob(f"{NAME}*.json"), *folder.rglob(f"{NAME}*.md")]:
+        path.unlink()

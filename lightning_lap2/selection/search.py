@@ -15,10 +15,10 @@ from typing import Any, Literal
 from lightning_lap2 import _validate
 from lightning_lap2._progress import progress_bar
 from lightning_lap2.accounting.selection import Distribution, RunCount, RunLimit, plan_search
+from lightning_lap2.batches.generators import seeded_generators
 from lightning_lap2.callback.core import Lap2Core
 from lightning_lap2.callback.ledger import SEARCH_CAVEAT
-from lightning_lap2.callback.reporting import SELECTION_CAVEAT
-from lightning_lap2.callback.rowcheck import seeded_generators
+from lightning_lap2.report import SELECTION_CAVEAT
 from lightning_lap2.selection.report import CAVEATS, SearchReport
 from lightning_lap2.selection.run import check_ended, drop_report, make_callback
 from lightning_lap2.selection.space import Choice, Space
@@ -76,7 +76,7 @@ class PrivateSearch:
         seed: ``None``: all draws from the operating system's entropy. An integer makes the number of runs and their
             configurations reproducible (the noise is not), and the search not private to whoever knows it.
         plan: ``sample_rate``, ``steps`` and ``dimension`` of a typical run: its noise is then the least that serves.
-            ``None``: a usual one, which takes somewhat more (under 1 % in the settings of docs/search.md).
+            ``None``: a usual one, which takes somewhat more (docs/search.md: about 1 %, up to 6 % for Poisson).
         callback: ``Lap2Privacy`` of the Lightning namespace that ``train`` uses; ``None``: of ``lightning.pytorch``.
         privacy: further arguments of ``Lap2Privacy`` for every run, such as ``max_grad_norm``.
 

@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_lap2.accounting import MajorizedAccountant, UnsoundBoundWarning, log_moments
-from lightning_lap2.accounting.conversion import pure_delta, pure_epsilon, pure_step
-from lightning_lap2.accounting.moments import INFINITE
+from lightning_lap2.accounting.routes.moments import INFINITE
+from lightning_lap2.accounting.routes.orders import Orders
+from lightning_lap2.accounting.routes.pure import pure_delta, pure_epsilon, pure_step
 
 PLAN: dict[str, Any] = {"noise_multiplier": 1.5, "sample_rate": 0.0043, "dimension": 26_010}
 PAIRS = [
@@ -156,7 +157,7 @@ def test_infinite_dimension(mechanism: str, bound: str) -> None:
 
 def test_overspending_is_visible_even_for_tiny_costs() -> None:
     accountant = charged(noise_multiplier=1e160, sample_rate=1e-200, steps=2**53)
-    assert accountant._level(0)[1] > 0.0
+    assert Orders(accountant.composition).level(0)[1] > 0.0
 
 
 @ignore_unsound
@@ -384,4 +385,4 @@ def test_infinite_moments_never_come_out_finite() -> None:
     accountant = charged("tight", noise_multiplier=1e-200, dimension=math.inf, steps=10)
     assert accountant.epsilon(delta=1e-5) == math.inf
     assert accountant.delta(eps=1e6) == pytest.approx(10 * 0.0043)  # at worst, the example was drawn
-    assert (accountant._level(0)[1:] >= INFINITE).all()
+    assert (Orders(accountant.composition).level(0)[1:] >= INFINITE).all()

@@ -32,7 +32,7 @@ class Watching(GradientProbe):
 
     def released(self, values: Tensor) -> None:
         y = values.double().numpy() * self.release.normaliser - self._others.numpy()
-        self.noise.append(y - self.directions.combine(C * self._times))
+        self.noise.append(y - self.directions.combine(self.release.mechanism.clip_norm * self._times))
         super().released(values)
 
 
@@ -121,14 +121,14 @@ def test_a_batch_of_which_all_are_left_out_is_an_empty_draw() -> None:
     assert callback.steps == 6
 
 
-def test_the_report_says_that_an_audit_took_part_and_a_second_fit_skips_the_self_check() -> None:
+def test_the_report_says_that_an_audit_took_part_and_a_second_fit_skips_the_trial() -> None:
     probe = LeaveOut([0], np.array([True]))
     callback = fit(probe)
     assert any("an audit took part" in text for text in callback.report().caveats)
-    assert probe.checked is not None
-    assert probe.checked.logged_names == {"loss"}
+    assert probe.trial is not None
+    assert probe.trial.logged_names == {"loss"}
     again = LeaveOut([0], np.array([True]))
-    again.checked = probe.checked
+    again.trial = probe.trial
     assert fit(again).accountant == callback.accountant
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,18 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lightning_lap2 import cli
-from lightning_lap2.accounting import MajorizedAccountant
+from lightning_lap2.accounting.routes.domination import Domination
 from lightning_lap2.audit.bench import Training
 from lightning_lap2.audit.neighbours import replay
 from lightning_lap2.audit.replay_result import Neighbour, ReplayResult
+from lightning_lap2.batches import ExampleBatch, split_rows
 from lightning_lap2.callback import releases as releases_module
 from lightning_lap2.callback import session as session_module
-from lightning_lap2.callback.selfcheck import Checked
 from lightning_lap2.gradients import FlatClipper, UnsupportedModelError
+from lightning_lap2.gradients.trial import Trial
 from lightning_lap2.noise.aes import AesNoise
 from lightning_lap2.sampling import PoissonBatchSampler
+from lightning_lap2.sampling.alone import Collator
 from tests.settings.fuzz_build import Fuzzed, make_loader, needs_integers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -93,7 +94,7 @@ def test_sound_trainings_pass(
         sampling=sampling,
     )
     # seconds of accounting at every fit, which is not what is looked at here
-    with mock.patch.object(MajorizedAccountant, "_epsilon_by_domination", return_value=math.inf):
+    with mock.patch.object(Domination, "usable", return_value=False):
         try:
             result = replay(plan, records=2, steps=2)
         except UnsupportedModelError:  # a GRU under ghost, attention in bf16 under vmap
@@ -122,13 +123,14 @@ def unclipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def divided_by_the_number_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     release, parts = releases_module.release_, []
-    fetched = session_module.FitSession.batch_fetched
+    deliver = session_module.FitSession.deliver
 
-    def batch_fetched(self: Any, batch: Any) -> None:
-        fetched(self, batch)
+    def counted(self: Any, *args: Any) -> Any:
+        shown = deliver(self, *args)
         parts.append(self._part.count)
+        return shown
 
-    monkeypatch.setattr(session_module.FitSession, "batch_fetched", batch_fetched)
+    monkeypatch.setattr(session_module.FitSession, "deliver", counted)
     monkeypatch.setattr(
         releases_module,
         "release_",
@@ -139,8 +141,8 @@ def divided_by_the_number_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def noise_from_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     add = AesNoise._add
 
-    def _add(self: Any, values: Tensor, scale: float, distribution: Any, release: int) -> None:
-        add(self, values, scale, distribution, release + int(abs(values).sum() * 1e9) % 1000)
+    def _add(self: Any, values: Tensor, scale: float, distribution: Any, release: int, last_factor: float) -> None:
+        add(self, values, scale, distribution, release + int(abs(values).sum() * 1e9) % 1000, last_factor)
 
     monkeypatch.setattr(AesNoise, "_add", _add)
 
@@ -150,10 +152,17 @@ def coins_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "check_step", lambda *_, **__: Checked())
+    monkeypatch.setattr(session_module, "try_step", lambda *_, **__: Trial())
 
 
 def rows_that_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collated together, as plain training does."""
+
+    def together(collator: Any, fetched: list[Any]) -> Any:
+        group = split_rows(collator.collate_fn([record for found in fetched for record in found]))
+        return ExampleBatch([group], [range(group.count)])
+
+    monkeypatch.setattr(Collator, "__call__", together)
     unchecked(monkeypatch)
 
 

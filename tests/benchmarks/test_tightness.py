@@ -10,7 +10,7 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 
 from benchmarks.lower import even_spread_epsilon, one_coordinate_epsilon
 from benchmarks.tightness import Row, read, table
-from lightning_lap2.accounting.domination import gdp_epsilon
+from lightning_lap2.accounting.routes.pairs import gdp_epsilon
 
 
 @pytest.mark.parametrize(("m", "rate", "steps"), [(1.0, 0.01, 500), (2.0, 0.1, 100), (1.0, 1.0, 3), (0.5, 0.3, 1)])
@@ -29,10 +29,10 @@ def test_even_spread_tends_to_the_gaussian_from_below() -> None:
 
 
 def test_rows_come_back_and_are_printed(tmp_path: Path) -> None:
-    row = Row(10, 0.5, 3, 1.0, 1.5, 0.4, 0.5, 0.6, 0.6, 0.7, math.inf, 1.5, 0.45)
+    row = Row(10, 0.5, 3, 1.0, 1.5, 0.4, 0.5, 0.6, 0.6, 0.65, 0.7, math.inf, 1.5, 0.45)
     path = tmp_path / "rows.csv"
     names = ",".join(Row.__dataclass_fields__)
-    path.write_text(f"{names}\n1e+01,0.5,3,1,1.5,0.4,0.5,0.6,0.6,0.7,inf,1.5,0.45\n")
+    path.write_text(f"{names}\n1e+01,0.5,3,1,1.5,0.4,0.5,0.6,0.6,0.65,0.7,inf,1.5,0.45\n")
     assert read(path) == [row]
     text = table([row])
     assert "0.6 (+20 %)" in text

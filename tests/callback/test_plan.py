@@ -28,6 +28,7 @@ DEFAULTS = {
     "target_quantile": None,
     "clip_learning_rate": None,
     "count_noise_scale": None,
+    "on_record_error": "raise",
 }
 
 

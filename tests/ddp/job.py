@@ -22,6 +22,8 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightning_lap2.callback import releases as releases_module
 from lightning_lap2.callback import window as window_module
+from lightning_lap2.callback.window import release_
+from lightning_lap2.noise import make_noise_source
 from tests.helpers import (
     LIGHTNING,
     Viewed,
@@ -115,6 +117,27 @@ def laplace_noise_once(ranks: Ranks) -> Result:
     }
 
 
+def exact_releases(ranks: Ranks) -> Result:
+    """What ``release_`` makes of sums that are known to the last bit, shared out over the ranks; and what came of the
+    noise that each rank adds to its slice before the all-reduce, in float32."""
+    ranks.trainer(Lap2Privacy(eps=math.inf, noise_multiplier=0.0), max_steps=1).fit(classifier(pl), loader(12, 1))
+    values = 0.1 * torch.randn(100_003, generator=torch.Generator().manual_seed(0))
+    share = 0.01 * torch.randn(100_003, generator=torch.Generator().manual_seed(1 + RANK))
+    whole = torch.zeros_like(values)
+    for rank in range(ranks.number):
+        whole += 0.01 * torch.randn(100_003, generator=torch.Generator().manual_seed(1 + rank))
+    own = share + (values - whole if RANK == 0 else 0.0)
+    total, before = own.clone(), own.clone()
+    source = make_noise_source("aes", torch.device("cpu"), rank=RANK)
+    release_(total, noise=source, scale=1.0, distribution="laplace", normaliser=1, release=0, rank=RANK,
+             world_size=ranks.number)  # fmt: skip
+    first, last = (100_003 * rank // ranks.number for rank in (RANK, RANK + 1))
+    source.add_(before[first:last], 1.0, release=0)
+    for added in (own, before):
+        torch.distributed.all_reduce(added)
+    return {"sum": own, "released": total, "noised before the sum": before}
+
+
 def adaptive_threshold(ranks: Ranks) -> Result:
     """The count of adaptive clipping: each rank's own, what was released of them all, and where C went."""
     free = Lap2Privacy(eps=math.inf, noise_multiplier=0.0, clipping="adaptive", max_grad_norm=0.1)
@@ -126,7 +149,7 @@ def adaptive_threshold(ranks: Ranks) -> Result:
     factors = torch.tensor([release.scale / COUNTED["count_noise_scale"] for release in seen], dtype=torch.float64)
     return {
         "threshold_without_noise": free.clipping_threshold,
-        "own_counts": torch.stack([release.before[-1] for release in seen]).double() / factors,
+        "own_counts": torch.stack([release.before[-1] for release in seen]).double(),
         "released": torch.stack([release.after[-1] for release in seen]).double() / factors * noisy.expected_batch_size,
         "threshold": noisy.clipping_threshold,
         "weights": weights(module),
@@ -334,6 +357,23 @@ def iterable_without_sampling(ranks: Ranks) -> Result:
     return {"message": ""}
 
 
+def shards_of_their_own(ranks: Ranks) -> Result:
+    """Ranks that each hold a part of the data: as many rows, but not the same ones."""
+    messages = []
+    for dataset in (
+        torch.utils.data.Subset(records(24), range(RANK, 24, 2)),
+        torch.utils.data.random_split(records(24), [12, 12], generator=torch.Generator().manual_seed(RANK))[0],
+        torch.utils.data.random_split(records(24), [12, 12], generator=torch.Generator().manual_seed(7))[0],
+    ):
+        try:
+            trainer = ranks.trainer(Lap2Privacy(**RESUMABLE), max_epochs=1, use_distributed_sampler=False)
+            trainer.fit(classifier(pl), DataLoader(dataset, batch_size=2))
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    return {"messages": messages}
+
+
 RESUMABLE = {"eps": 6.0, "noise_multiplier": 1.5}
 
 
@@ -450,6 +490,7 @@ SCENARIOS: dict[str, Callable[[Ranks], Result]] = {
         same_as_one_process_accumulating,
         several_views_of_each_example,
         laplace_noise_once,
+        exact_releases,
         adaptive_threshold,
         budget_beats_minimums,
         budget_beats_minimums_accumulating,
@@ -461,6 +502,7 @@ SCENARIOS: dict[str, Callable[[Ranks], Result]] = {
         loggers_and_reports,
         distributed_sampler_without_sampling,
         iterable_without_sampling,
+        shards_of_their_own,
         resume_what_one_process_left,
         resume_what_a_killed_run_owes,
         exception_on_rank_0,

@@ -42,10 +42,6 @@ def fit(module: Any, x: Tensor | None = None, **arguments: Any) -> tuple[Any, li
     return callback, seen
 
 
-def is_noise_alone(release: Release) -> bool:
-    return bool((release.before == 0).all() and torch.isfinite(release.after).all() and (release.after != 0).all())
-
-
 @pytest.mark.parametrize("engine", ["vmap", "ghost", "loop"])
 @pytest.mark.parametrize("value", BAD)
 def test_inputs(engine: str, value: float) -> None:
@@ -69,7 +65,7 @@ def test_losses(engine: str, value: float) -> None:
     module = classifier(pl, step=lambda module, batch, batch_idx: module.loss(batch) * value)
     callback, seen = fit(module, engine=engine)
     assert callback.steps == callback.accountant.steps == 8
-    assert all(is_noise_alone(release) for release in seen)
+    assert all(release.is_noise_alone for release in seen)
     assert all(torch.isfinite(p).all() for p in module.parameters())
 
 
@@ -92,7 +88,7 @@ def test_learning_rate(engine: str, rate: float) -> None:
     assert sum("holds NaN" in str(w.message) for w in warned) == 1
     assert callback.steps == callback.accountant.steps == len(seen) == 8
     assert all(torch.isfinite(release.after).all() for release in seen)
-    assert all(is_noise_alone(release) for release in seen[1:])
+    assert all(release.is_noise_alone for release in seen[1:])
 
 
 @pytest.mark.parametrize("value", [*BAD, -1.0])

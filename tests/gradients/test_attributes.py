@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lightning_lap2.gradients import Engine, StepCall, UnsupportedModelError
 from lightning_lap2.gradients.clipping import FlatClipper
-from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError
 from lightning_lap2.gradients.loop import LoopEngine
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.vmap import VmapEngine

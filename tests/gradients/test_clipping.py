@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from lightning_lap2.gradients import ParameterLayout, StepCall, make_clipper
 from lightning_lap2.gradients.clipping import FlatClipper, PerLayerClipper, centred_count
 from lightning_lap2.gradients.engines import make_engine
-from lightning_lap2.mechanism import Mechanism
+from lightning_lap2.mechanism import MARGIN, Mechanism
 
 C = 0.7
+CLIPPED = C * (1 - MARGIN)
 LAYERS = {"first": ["first.weight", "first.bias"], "second": ["second.weight", "second.bias"], "third": ["third.bias"]}
 CLIPPINGS = ["flat", "automatic", "per_layer", "adaptive"]
 KINDS = [("vmap", "l2"), ("vmap", "l1"), ("loop", "l2"), ("loop", "l1"), ("ghost", "l2")]
@@ -76,11 +77,11 @@ def test_no_example_moves_the_sum_by_more_than_c(clipping: str, engine: str, nor
         for neighbour in (tuple(t[others] for t in batch), (x, y, weight)):  # removed, zeroed
             move = whole - released(engine, clipping, norm, neighbour, layout, module)
             gradient, count = move[: layout.numel], move[layout.numel :]
-            assert torch.linalg.vector_norm(gradient, order) <= C * (1 + 1e-6) + 1e-6
+            assert torch.linalg.vector_norm(gradient, order) <= C
             views = dict(zip(layout.names, layout.views(move), strict=True))
             for names in LAYERS.values():
                 layer = torch.cat([views[name].flatten() for name in names])
-                assert torch.linalg.vector_norm(layer, order) <= C * share * (1 + 1e-6) + 1e-6
+                assert torch.linalg.vector_norm(layer, order) <= C * share
             assert count.abs().max() <= 0.5 if clipping == "adaptive" else count.numel() == 0
             moves.append(float(torch.linalg.vector_norm(gradient, order)))
             if 4 <= i < (7 if norm == "l1" else 8):
@@ -102,13 +103,13 @@ def test_every_engine_gives_the_sum_of_the_formula(clipping: str, engine: str, n
             return float(torch.linalg.vector_norm(torch.cat([found[n].flatten().double() for n in names]), order))
 
         if clipping == "per_layer":
-            bound = C / 3 if norm == "l1" else C / math.sqrt(3)
+            bound = CLIPPED / 3 if norm == "l1" else CLIPPED / math.sqrt(3)
             weights = {n: min(1.0, bound / size(names)) for names in LAYERS.values() for n in names}
         else:
             whole = size(layout.names)
-            one = C / (whole + 0.01) if clipping == "automatic" else min(1.0, C / whole)
+            one = CLIPPED / (whole + 0.01) if clipping == "automatic" else min(1.0, CLIPPED / whole)
             weights = dict.fromkeys(layout.names, one)
-            count += 0.5 if whole <= C else -0.5
+            count += 0.5 if whole <= CLIPPED else -0.5
         want += torch.cat([weights[n] * gradients[n].flatten().double() for n in layout.names])
     got = released(engine, clipping, norm, tuple(t[:7] for t in batch), layout, module)
     torch.testing.assert_close(got[: layout.numel], want, rtol=1e-5, atol=2e-6)

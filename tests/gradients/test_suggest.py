@@ -79,7 +79,7 @@ def test_embeddings(kind: type[nn.Module]) -> None:
     bounded, sparse = suggest(kind(7, 3, max_norm=1.0)), suggest(kind(7, 3, sparse=True))
     assert bounded[0].refused_by == ALL
     assert sparse[0].refused_by == (("vmap",) if kind is nn.Embedding else ("vmap", "ghost"))
-    assert suggest(kind(7, 3, scale_grad_by_freq=True))[0].refused_by == ("ghost",)
+    assert suggest(kind(7, 3, scale_grad_by_freq=True))[0].refused_by == ()
     assert bounded[0].replacement == f"nn.{kind.__name__}(7, 3) without max_norm"
     x = torch.tensor([[1, 2], [3, 4]])
     with pytest.raises(UnsupportedModelError, match="sparse"):
@@ -108,12 +108,12 @@ def test_lazy_layers_until_they_have_sizes() -> None:
 def test_checkpointing_observers_and_recurrent_layers() -> None:
     block = nn.Linear(2, 2)
     block.gradient_checkpointing = True
-    assert suggest(block)[0].refused_by == ("vmap", "ghost")
+    assert suggest(block)[0].refused_by == ("vmap",)
     assert suggest(FakeQuantize())[0].refused_by == ALL
     remark = suggest(nn.GRU(2, 2))[0]
     assert remark.refused_by == ()
     assert suggest(nn.LSTM(2, 2))[0].refused_by == ()
-    assert suggest(nn.EmbeddingBag(2, 2))[0].refused_by == ("ghost",)
+    assert suggest(nn.EmbeddingBag(2, 2))[0].refused_by == ()
     assert "runs: engine='vmap' and 'ghost' run it without its fused kernel" in str(remark)
 
 

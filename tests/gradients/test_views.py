@@ -14,7 +14,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_lap2.gradients import FlatClipper, ParameterLayout, StepCall, UnsupportedModelError
 from lightning_lap2.gradients.engines import make_engine
-from lightning_lap2.gradients.preflight import preflight
 from tests.zoo.cases import CASES, Case
 from tests.zoo.compare import reference
 
@@ -226,66 +225,3 @@ def test_logs_and_metrics_count_rows_as_plain_lightning_does(engine: str, count:
     assert module.accuracy.compute() == (module.net(batch[0]).argmax(1) == batch[1]).float().mean()
     assert float(module.mean.weight) == 8
     assert torch.allclose(module.mean.compute(), plain)
-
-
-# -- the pre-flight on examples of several views ----------------------------------------------------------------------
-
-
-def fly(engine: str, module: nn.Module, records: list[Any], views: int = 2) -> Any:
-    return preflight(
-        make_engine(engine, module), module, ParameterLayout(module), records=records, views=views,
-        collate=torch.utils.data.default_collate, call=lambda batch, count: StepCall((batch, 0), count, views=views),
-    )  # fmt: skip
-
-
-def seen_twice(count: int = 6) -> list[Any]:
-    """Records, each as two views of it."""
-    x, y = rows(2 * count)
-    return [[(x[i], int(y[i // 2])), (x[i + 1], int(y[i // 2]))] for i in range(0, 2 * count, 2)]
-
-
-@pytest.mark.parametrize("engine", EVERY)
-def test_preflight_passes_a_mean(engine: str) -> None:
-    torch.manual_seed(0)
-    result = fly(engine, Net(), seen_twice())
-    assert result.checked == ("rows", "engine", "collate", "mixing", "agreement")
-    assert result.notes == ()
-
-
-@pytest.mark.parametrize("engine", ["loop", "vmap"])
-def test_preflight_says_that_the_views_of_a_sum_are_summed(engine: str) -> None:
-    class Summed(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
-
-    (note,) = fly(engine, Summed(), seen_twice()).notes
-    assert "views are added up before clipping" in note
-
-
-@pytest.mark.parametrize("engine", EVERY)
-def test_preflight_refuses_a_loss_that_mixes_examples(engine: str) -> None:
-    class Contrastive(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            a, b = F.normalize(self.net(batch[0])), F.normalize(self.net(batch[0] + 0.1))
-            return F.cross_entropy(a @ b.T / 0.1, torch.arange(len(a)))
-
-    with pytest.raises(UnsupportedModelError, match="mixes the examples"):
-        fly(engine, Contrastive(), seen_twice())
-
-
-class Sorting(Net):
-    """Sorts the rows of its batch, stably: equal views stay neighbours, unlike ones would not."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        order = x[:, 0].argsort(stable=True)
-        return F.cross_entropy(self.net(x[order]), y[order])
-
-
-def test_preflight_refuses_ghost_where_the_step_reorders_rows() -> None:
-    """Even if the views that it was shown are identical, so that sorting kept them together."""
-    torch.manual_seed(0)
-    identical = [[first, first] for first, _ in seen_twice()]
-    assert "agreement" in fly("vmap", Sorting(), identical).checked
-    with pytest.raises(UnsupportedModelError, match="does not reproduce"):
-        fly("ghost", Sorting(), identical)

@@ -22,6 +22,7 @@ from lightning_lap2.noise import (
     make_noise_source,
 )
 from lightning_lap2.noise.aes import CHUNK
+from lightning_lap2.noise.grid import spacing
 
 CPU = torch.device("cpu")
 SOURCES = [AesNoise, TorchNoise, StagedAesNoise]
@@ -41,10 +42,20 @@ def draw(
     release: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> np.ndarray:
-    """``size`` values of noise, in fp64."""
+    """``size`` values of noise, multiples of the grid's spacing, in fp64."""
     values = torch.zeros(size, dtype=dtype)
     source.add_(values, scale, distribution, release=release)
     return values.numpy().astype(np.float64)
+
+
+def spread(noise: np.ndarray, scale: float = 1.0) -> np.ndarray:
+    """Rounded noise, spread over its cells again, so that it can be compared with a density."""
+    return noise + spacing(scale) * (np.random.default_rng(0).random(len(noise)) - 0.5)
+
+
+def unrelated(one: np.ndarray, other: np.ndarray) -> bool:
+    """Equal values are as rare as between independent draws: one in 250 or less."""
+    return bool((one == other).mean() < 0.02)
 
 
 @every_source
@@ -52,7 +63,7 @@ def draw(
 @every_dtype
 def test_distribution_and_scale(make, distribution, dtype):
     noise = draw(make(CPU, seed=7), 400_000, 2.5, distribution, dtype=dtype)
-    assert stats.kstest(noise / 2.5, EXACT[distribution].cdf).pvalue > 1e-3
+    assert stats.kstest(spread(noise, 2.5) / 2.5, EXACT[distribution].cdf).pvalue > 1e-3
     assert noise.std() == pytest.approx(2.5 * STD[distribution], rel=0.01)
     assert abs(noise.mean()) < 5 * 2.5 * STD[distribution] / math.sqrt(len(noise))
 
@@ -89,10 +100,10 @@ def test_sign_is_independent_of_magnitude(make, distribution):
 @every_dtype
 @pytest.mark.parametrize("size", [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5])
 def test_every_coordinate_is_noised_at_chunk_boundaries(make, distribution, dtype, size):
-    noise = draw(make(CPU, seed=3), size, distribution=distribution, dtype=dtype)
+    """0 is a grid point like any other: what is 0 in each of four releases had no noise (chance 1e-4 in all cases)."""
+    noise = [draw(make(CPU, seed=3), size, distribution=distribution, dtype=dtype, release=r) for r in range(4)]
     assert np.isfinite(noise).all()
-    # 0 has probability 2^-25 under fp32 Laplace noise; the seed is fixed.
-    assert (noise != 0).all()
+    assert np.any(noise, axis=0).all()
 
 
 @every_source
@@ -106,26 +117,13 @@ def test_chunks_and_releases_are_uncorrelated(make, distribution):
     assert abs(np.corrcoef(first, second)[0, 1]) < bound
 
 
-@every_source
-def test_values_do_not_repeat_beyond_chance(make):
-    """Doubles: 2^-53 steps, so 10^5 draws hold no equal pair (chance about 10^-6)."""
-    noise = draw(make(CPU, seed=1), 100_000, dtype=torch.float64)
-    assert len(np.unique(noise)) == len(noise)
-
-
-@every_source
-def test_fp32_has_no_visible_grid(make):
-    noise = draw(make(CPU, seed=1), 200_000)
-    tail = noise[np.abs(noise) > 8]  # k below 2^31 e^-8 = 720,000: 1 word in 3,000
-    assert len(np.unique(np.abs(tail))) > 0.99 * len(tail)
-    # 2 * 10^5 draws from about 2^25 values per sign near the centre: few coincide.
-    assert len(np.unique(noise)) > 0.98 * len(noise)
-
-
-@every_source
-def test_fp64_centre_is_finer_than_fp32(make):
-    noise = draw(make(CPU, seed=9), 1_000_000, dtype=torch.float64)
-    small = np.sort(np.abs(noise))[:1000]
+@every_distribution
+def test_noise_is_finer_than_any_grid_before_it_is_rounded(distribution):
+    """Steps of 2^-53: 10^5 draws hold no equal pair (chance about 10^-6), and the smallest are spread evenly."""
+    noise = torch.empty(1_000_000, dtype=torch.float64)
+    AesNoise(CPU, seed=9).fill_(noise, distribution, release=0)
+    assert len(noise[:100_000].unique()) == 100_000
+    small = noise.abs().sort().values[:1000].numpy()
     assert np.all(np.diff(small) > 0)
     assert stats.kstest(small / small[-1], "uniform").pvalue > 1e-3
 
@@ -139,22 +137,22 @@ def test_default_noise_is_fresh_and_deaf_to_global_seeds(make):
         before = torch.get_rng_state()
         draws.append(draw(make(CPU), 1000, dtype=torch.float64))
         assert torch.equal(torch.get_rng_state(), before)
-    assert not np.isin(draws[0], draws[1]).any()
+    assert unrelated(*draws)
 
 
 @every_source
 def test_default_noise_does_not_depend_on_release(make):
     source = make(CPU)
-    assert not np.array_equal(draw(source, 100, release=4), draw(source, 100, release=4))
+    assert unrelated(draw(source, 1000, release=4), draw(source, 1000, release=4))
 
 
 @every_source
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_do_not_share_noise(make, duplicate):
     source = make(CPU)
-    draw(source, 100, dtype=torch.float64)  # a staged source now has noise prepared
-    other = draw(duplicate(source), 100, dtype=torch.float64)
-    assert not np.isin(other, draw(source, 100, dtype=torch.float64)).any()
+    draw(source, 1000)  # a staged source now has noise prepared
+    other = draw(duplicate(source), 1000)
+    assert unrelated(other, draw(source, 1000))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
@@ -162,20 +160,20 @@ def test_copies_do_not_share_noise(make, duplicate):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forks_do_not_share_noise(make):
     source = make(CPU)
-    draw(source, 100, dtype=torch.float64)
+    draw(source, 1000)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:  # pragma: no cover (the other process)
         try:
             torch.set_num_threads(1)
-            os.write(write, draw(source, 100, dtype=torch.float64).tobytes())
+            os.write(write, draw(source, 1000).tobytes())
         finally:
             os._exit(0)
     other = os.read(read, 1 << 16)
     os.waitpid(child, 0)
     os.close(read), os.close(write)
-    assert len(other) == 800
-    assert not np.isin(np.frombuffer(other), draw(source, 100, dtype=torch.float64)).any()
+    assert len(other) == 8000
+    assert unrelated(np.frombuffer(other), draw(source, 1000))
 
 
 @every_source
@@ -186,7 +184,7 @@ def test_seed_release_and_rank_key_the_noise(make):
     base = of(1, 2, 3)
     assert np.array_equal(base, of(1, 2, 3))
     for other in (of(2, 2, 3), of(1, 3, 3), of(1, 2, 0), of(12, 2, 3), of(1, 23, 0), of(-1, 2, 3)):
-        assert not np.isin(base, other).any()
+        assert unrelated(base, other)
 
 
 @every_source
@@ -199,14 +197,15 @@ def test_noise_is_added_to_what_is_there(make):
     values = torch.arange(1000, dtype=torch.float64)
     make(CPU, seed=1).add_(values, 0.5, release=0)
     expected = draw(make(CPU, seed=1), 1000, 0.5, dtype=torch.float64)
-    assert torch.allclose(values, torch.arange(1000, dtype=torch.float64) + torch.from_numpy(expected), atol=1e-9)
+    # whole numbers are points of the grid, so they change nothing about how the noise is rounded
+    assert torch.equal(values, torch.arange(1000, dtype=torch.float64) + torch.from_numpy(expected))
 
 
 @every_source
 def test_a_slice_is_noised_alone(make):
     values = torch.zeros(1000)
     make(CPU).add_(values[200:300], 1.0, release=0)
-    assert (values[200:300] != 0).all()
+    assert values[200:300].count_nonzero() > 90
     assert not values[:200].any()
     assert not values[300:].any()
 
@@ -237,16 +236,6 @@ def test_refuses_tensors(make):
         source.add_(torch.zeros(3, device="meta"), 1.0, release=0)
     with pytest.raises(ValueError, match="'cauchy'"):
         source.add_(torch.zeros(3), 1.0, "cauchy", release=0)
-
-
-@pytest.mark.parametrize("scale", [0.1, 1 / 3, 1e-20, 1.0, 7.7])
-def test_scale_is_never_rounded_down(scale):
-    from lightning_lap2.noise.base import check_request
-
-    used = check_request(torch.zeros(1), scale, "laplace", CPU)
-    assert scale <= used <= scale * (1 + 2**-23)
-    assert used == float(np.float32(used))
-    assert check_request(torch.zeros(1, dtype=torch.float64), scale, "laplace", CPU) == scale
 
 
 def test_factory():

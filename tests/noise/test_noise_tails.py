@@ -9,14 +9,16 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_lap2.noise.aes import Keystream, add_noise
-from lightning_lap2.noise.device import key_philox, key_twister, split_words, unit_gaussian, unit_laplace
+from lightning_lap2.noise import device
+from lightning_lap2.noise.aes import REFINED, Keystream, add_noise, noise_chunks
+from lightning_lap2.noise.device import key_philox, key_twister, split_words, uniform, unit_gaussian, unit_laplace
 
 LOG2 = math.log(2)
 
 
 class Crafted:
-    """Hands out given words, one array per call of ``fill``, repeated to the length asked for."""
+    """Hands out given words, one array per call of ``fill``, repeated to the length asked for: the words themselves,
+    then u of the small ones; for Gaussian pairs u near t = 1 and the angles as well."""
 
     def __init__(self, *words: int) -> None:
         self._words = list(words)
@@ -27,58 +29,61 @@ class Crafted:
         out[:] = self._words.pop(0) if self._words else 0
 
 
-def made(distribution: str, dtype: torch.dtype, *words: int, size: int = 2) -> np.ndarray:
-    values = torch.zeros(size, dtype=dtype)
-    add_noise(values, 1.0, distribution, Crafted(*words))
-    return values.numpy().astype(np.float64)
+def made(distribution: str, *words: int, size: int = 2) -> np.ndarray:
+    """Noise of scale 1 before it is rounded."""
+    ((_, noise),) = noise_chunks(size, 1.0, distribution, Crafted(*words))
+    return noise.copy()
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 96), (torch.float64, 128)])
-def test_scenario_17_all_zero_keystream_is_the_far_end(dtype, bits):
-    """k = 0 and r = 0: t = 2^-bits, so bits log 2 scales (Laplace), sqrt(2 bits log 2) (Gaussian)."""
-    assert np.abs(made("laplace", dtype)) == pytest.approx(bits * LOG2, rel=1e-6)
-    assert bits * LOG2 > 36
-    values = made("gaussian", dtype)  # angle 0: the whole radius in the cosine
-    assert abs(values[0]) == pytest.approx(math.sqrt(2 * bits * LOG2), rel=1e-6)
+def test_scenario_17_all_zero_keystream_is_the_far_end():
+    """k = 0 and r = 0: t = 2^-128, so 128 log 2 scales (Laplace), sqrt(2 128 log 2) (Gaussian)."""
+    end = 128 * LOG2
+    assert np.abs(made("laplace")) == pytest.approx(end, rel=1e-12)
+    assert end > 36
+    values = made("gaussian")  # angle 0: the whole radius in the cosine
+    assert values[0] == pytest.approx(math.sqrt(2 * end), rel=1e-12)
     assert values[1] == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_all_one_keystream_is_finite(dtype):
-    top = 2**32 - 1 if dtype == torch.float32 else 2**64 - 1
+def test_all_one_keystream_is_finite():
+    top = 2**64 - 1
     for distribution in ("laplace", "gaussian"):
-        values = made(distribution, dtype, top, top, top, top)
+        values = made(distribution, top, top, top, top)
         assert np.isfinite(values).all()
         assert (np.abs(values) < 1e-3).all()
 
 
 @pytest.mark.parametrize("further", [2**63, 2**40, 2**11, 1, 0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_refinement_reaches_between_the_words(dtype, further):
-    """k = 0 and 64 further bits r: |noise| = -log((r + 1/2) 2^-64 2^-31), or 2^-63."""
-    bits = 31 if dtype == torch.float32 else 63
-    expected = (64 + bits) * LOG2 - math.log(further + 0.5)
-    assert np.abs(made("laplace", dtype, 0, further)) == pytest.approx(expected, rel=1e-6)
+def test_refinement_reaches_between_the_words(further):
+    """k = 0 and 64 further bits r: |noise| = -log((r + 1/2) 2^-64 2^-63)."""
+    expected = (64 + 63) * LOG2 - math.log(further + 0.5)
+    assert np.abs(made("laplace", 0, further)) == pytest.approx(expected, rel=1e-14)
 
 
-@pytest.mark.parametrize(("dtype", "mantissa"), [(torch.float32, 24), (torch.float64, 53)])
-def test_words_below_the_mantissa_are_refined(dtype, mantissa):
-    for k, refined in ((2**mantissa - 1, 2), (2**mantissa, 0)):
+def test_small_words_are_refined():
+    for k, asked in ((REFINED - 1, [2, 2]), (REFINED, [2])):
         words = Crafted(k)
-        add_noise(torch.zeros(2, dtype=dtype), 1.0, "laplace", words)
-        assert words.asked == [2, refined]
+        add_noise(torch.zeros(2), 1.0, "laplace", words)
+        assert words.asked == asked
 
 
-def test_several_values_within_one_words_step():
-    for k in (0, 3, 1000, 2**18):
-        values = {abs(made("laplace", torch.float32, k, r << 44)[0]) for r in range(0, 2**20, 2**17)}
-        assert len(values) > 1
+def test_radius_near_zero_is_as_fine_as_any_other():
+    """k = 2^63 - 1 and 64 further bits: 1 - t = (r + 1/2) 2^-127; the square root of -2 log t alone would be 0."""
+    for further in (2**63, 2**40, 1):
+        values = made("gaussian", 2**63 - 1, further, 0)
+        assert values[0] == pytest.approx(math.sqrt(2 * (further + 0.5) * 2.0**-127), rel=1e-14)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sign_is_the_top_bit(dtype):
-    top = 31 if dtype == torch.float32 else 63
-    low, high = (made("laplace", dtype, (bit << top) + 2**30)[0] for bit in (0, 1))
+def test_gaussian_angles_go_round_the_whole_circle():
+    for eighth in range(-4, 4):
+        angle = eighth / 4 * math.pi
+        values = made("gaussian", 2**62, (eighth % 8) << 61)
+        radius = math.sqrt(2 * LOG2)
+        assert values == pytest.approx([radius * math.cos(angle), radius * math.sin(angle)], abs=1e-15)
+
+
+def test_sign_is_the_top_bit():
+    low, high = (made("laplace", (bit << 63) + 2**30)[0] for bit in (0, 1))
     assert low == -high != 0
 
 
@@ -88,7 +93,7 @@ def test_gaussian_tail_mass(rank):
     x = stats.norm.isf(rank / 2)
     theta = (np.arange(200_000) + 0.5) / 200_000 * math.pi / 2
     t = np.exp(-((x / np.cos(theta)) ** 2) / 2)
-    assert np.where(t >= 2.0**-96, t, 0).mean() == pytest.approx(rank, rel=1e-4)
+    assert np.where(t >= 2.0**-128, t, 0).mean() == pytest.approx(rank, rel=1e-4)
 
 
 def test_keystream_is_aes_256_in_counter_mode():
@@ -111,30 +116,23 @@ def test_keystream_goes_on_over_calls_and_blocks():
 
 
 def test_device_words_at_the_ends():
-    for dtype, bits in ((torch.float32, 64), (torch.float64, 127)):
-        rows = 1 if dtype == torch.float32 else 2
-        t, sign = split_words(torch.zeros(rows, 3, dtype=torch.int64), dtype)
-        assert (-t.log() == bits * LOG2).logical_or((-t.log() - bits * LOG2).abs() < 1e-4).all()
-        assert (sign == 1).all()
-        t, sign = split_words(torch.full((rows, 3), -1, dtype=torch.int64), dtype)
-        assert (t == 1).all()
-        assert (sign == -1).all()
-        t, sign = split_words(torch.full((rows, 3), -(2**63), dtype=torch.int64), dtype)
-        assert (-t.log()).min() > 44
-        assert (sign == -1).all()
+    k, u, sign = split_words(torch.zeros(2, 3, dtype=torch.int64))
+    assert torch.allclose(-uniform(k, u).log(), torch.full((3,), 127 * LOG2, dtype=torch.float64), rtol=1e-12)
+    assert (sign == 1).all()
+    k, u, sign = split_words(torch.full((2, 3), -1, dtype=torch.int64))
+    assert (uniform(k, u) == 1).all()
+    assert (sign == -1).all()
+    k, u, sign = split_words(torch.full((2, 3), -(2**63), dtype=torch.int64))
+    assert (-uniform(k, u).log()).min() > 88
+    assert (sign == -1).all()
 
 
 def test_device_words_use_every_bit():
-    words = torch.tensor([[5 << 32, (5 << 32) + (1 << 31), 6 << 32]])
-    t, _ = split_words(words, torch.float32)
-    assert torch.allclose(t * 2**31, torch.tensor([5.0, 5.5, 6.0]))
-    double = torch.tensor([[5, 5, 6], [0, 1 << 62, 0]])
-    t, _ = split_words(double, torch.float64)
-    assert torch.allclose(t * 2**63, torch.tensor([5.0, 5.5, 6.0], dtype=torch.float64))
+    k, u, _ = split_words(torch.tensor([[5, 5, 6], [0, 1 << 62, 0]]))
+    assert torch.allclose(uniform(k, u) * 2**63, torch.tensor([5.0, 5.5, 6.0], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_device_extremes_stay_finite(dtype, monkeypatch):
+def test_device_extremes_stay_finite(monkeypatch):
     for word in (0, -1, -(2**63), 2**63 - 1):
 
         def constant(self, *_, word=word, **__):
@@ -142,7 +140,17 @@ def test_device_extremes_stay_finite(dtype, monkeypatch):
 
         monkeypatch.setattr(torch.Tensor, "random_", constant)
         for unit in (unit_laplace, unit_gaussian):
-            assert unit(5, dtype, torch.Generator()).isfinite().all()
+            values = unit(5, torch.Generator())
+            assert values.isfinite().all() and values.dtype == torch.float64
+
+
+def test_device_radius_near_zero_is_fine(monkeypatch):
+    """k = 2^63 - 1 and u = (r + 1/2) 2^-63: 1 - t = u 2^-63."""
+    monkeypatch.setattr(
+        device, "_words", lambda rows, size, generator: torch.tensor([[2**63 - 1], [1 << 30], [0]]).expand(3, size)
+    )
+    expected = math.sqrt(2 * ((1 << 30) + 0.5) * 2.0**-126)
+    assert unit_gaussian(2, torch.Generator())[0] == pytest.approx(expected, rel=1e-14)
 
 
 def test_twister_takes_the_whole_secret():

@@ -1,7 +1,8 @@
-"""Kills a training process by SIGKILL at random moments and resumes it: ``python -m tests.resume.kill --rounds 50``.
+"""Kills training processes by SIGKILL at random moments and resumes them: ``python -m tests.resume.kill --rounds 50``.
 
-Each round is one process that resumes from the newest checkpoint, writes down what it finds in the ledger and every
-release it makes, and dies. The ledger that the next one starts with must hold at least the releases ever made, and no
+Several runs train at the same time and share a folder of checkpoints and journals. Each round kills one of them, which
+then resumes from its newest checkpoint. Every process writes down what it finds in the ledger and every release it
+makes. The ledger that a run's next process starts with must hold at least the releases that the run ever made, and no
 noise vector and no draw may ever occur twice.
 """
 
@@ -30,13 +31,15 @@ PATIENCE = 90.0  # seconds for one process
 
 
 class Diary:
-    """What the processes of one history write down, in files that outlive them."""
+    """What the processes of one run write down, in files that outlive them."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, name: str) -> None:
+        self.name = name
         self.checkpoints = directory / "checkpoints"
-        self._releases, self._starts = directory / "releases.txt", directory / "starts.txt"
-        for path in (self._releases, self._starts):
+        self._releases, self._starts, self.log = (
+            directory / f"{name}.{kind}.txt" for kind in ("releases", "starts", "log")
+        )
+        for path in (self._releases, self._starts, self.log):
             path.touch()
 
     def write(self, path: Path, *values: object) -> None:
@@ -64,7 +67,7 @@ class Diary:
 
     def newest_checkpoint(self) -> Path | None:
         """The newest that is whole: a process may have died writing one."""
-        for path in sorted(self.checkpoints.glob("*.ckpt"), key=lambda p: p.stat().st_mtime, reverse=True):
+        for path in sorted(self.checkpoints.glob(f"{self.name}-*.ckpt"), key=lambda p: p.stat().st_mtime, reverse=True):
             try:
                 torch.load(path, weights_only=True)
             except Exception:
@@ -102,7 +105,9 @@ def train(diary: Diary, noise_seed: int | None, last: int | None) -> None:
         diary.release(total * options["normaliser"] - before, draws[-1])
 
     releases_module.release_ = release_  # type: ignore[assignment]
-    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=diary.checkpoints, every_n_train_steps=4)
+    checkpoint = pl.callbacks.ModelCheckpoint(
+        dirpath=diary.checkpoints, filename=f"{diary.name}-{{step}}", every_n_train_steps=4
+    )
     trainer = quiet_trainer(pl, callback, Witness(), checkpoint, max_epochs=100_000)
     trainer.fit(classifier(pl), loader(N, BATCH), ckpt_path=diary.newest_checkpoint())
 
@@ -114,7 +119,7 @@ def forked(diary: Diary, noise_seed: int | None, last: int | None = None) -> int
         return pid
     status = 1
     try:
-        log = os.open(diary.directory / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        log = os.open(diary.log, os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
         train(diary, noise_seed, last)
@@ -132,7 +137,7 @@ def kill_soon(pid: int, diary: Diary, chance: random.Random, *, at_least: int = 
     while diary.released < begun + wanted:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended or time.monotonic() > deadline:
-            raise AssertionError(f"status {status}; {(diary.directory / 'log.txt').read_text()[-3000:]}")
+            raise AssertionError(f"status {status}; {diary.log.read_text()[-3000:]}")
         time.sleep(0.002)
     time.sleep(chance.uniform(0, 0.02) if wanted else chance.uniform(0, 1.0))
     os.kill(pid, signal.SIGKILL)
@@ -155,25 +160,47 @@ def check(diary: Diary, kills: int) -> str:
     for column, what in enumerate(("noise", "draw")):
         found = [release[column] for release in releases]
         assert len(set(found)) == len(found), f"a {what} was repeated across a resume"
-    return f"{kills} kills, {len(starts)} starts, {len(releases)} releases, ledger {starts[-1][0]} at the last start"
+    counts = f"{kills} kills, {len(starts)} starts, {len(releases)} releases"
+    return f"run {diary.name}: {counts}, ledger {starts[-1][0]} at the last start ({starts[-1][2]} made)"
 
 
-def history(directory: Path, rounds: int, *, noise_seed: int | None, chance: random.Random) -> str:
-    """``rounds`` kills of one training, and a last life that ends in order."""
+def history(directory: Path, rounds: int, *, runs: int, noise_seed: int | None, chance: random.Random) -> list[str]:
+    """About ``rounds`` kills of ``runs`` trainings that go on at the same time; each has a last life that ends in
+    order."""
     directory.mkdir(parents=True, exist_ok=True)
-    diary = Diary(directory)
-    for number in range(rounds):
-        kill_soon(forked(diary, noise_seed), diary, chance, at_least=0 if number else 6)
-        assert diary.newest_checkpoint() is not None
-    _, status = os.waitpid(forked(diary, noise_seed, last=5), 0)
-    assert status == 0, (directory / "log.txt").read_text()[-3000:]
-    return check(diary, rounds)
+    diaries = [Diary(directory, f"{number}") for number in range(runs)]
+    alive: dict[int, int] = {}
+    kills = [0] * runs
+
+    def kill(victim: int) -> None:
+        kill_soon(alive[victim], diaries[victim], chance, at_least=0 if kills[victim] else 6)
+        del alive[victim]
+        kills[victim] += 1
+        assert diaries[victim].newest_checkpoint() is not None
+
+    try:
+        while sum(kills) + runs <= rounds:
+            for number in range(runs):
+                if number not in alive:
+                    alive[number] = forked(diaries[number], noise_seed)
+            kill(chance.randrange(runs))
+        for victim in list(alive):
+            kill(victim)
+    finally:
+        for pid in alive.values():  # where something failed
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    for diary in diaries:
+        _, status = os.waitpid(forked(diary, noise_seed, last=5), 0)
+        assert status == 0, diary.log.read_text()[-3000:]
+    return [check(diary, number) for diary, number in zip(diaries, kills, strict=True)]
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=50, help="kills of a run with default noise")
-    parser.add_argument("--seeded-rounds", type=int, default=0, help="kills of another run, with noise_seed=7")
+    parser.add_argument("--rounds", type=int, default=50, help="kills of runs with default noise")
+    parser.add_argument("--seeded-rounds", type=int, default=0, help="kills of other runs, with noise_seed=7")
+    parser.add_argument("--runs", type=int, default=3, help="that share a folder")
     parser.add_argument("--directory", type=Path, help="kept; by default a temporary folder")
     parser.add_argument("--seed", type=int, default=None, help="of the moments of the kills")
     options = parser.parse_args(arguments)
@@ -183,10 +210,10 @@ def main(arguments: list[str]) -> None:
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as temporary:
         directory = options.directory or Path(temporary)
-        print("default noise:", history(directory / "default", options.rounds, noise_seed=None, chance=chance))
-        if options.seeded_rounds:
-            line = history(directory / "seeded", options.seeded_rounds, noise_seed=7, chance=chance)
-            print("noise_seed=7:", line)
+        for name, rounds, noise_seed in (("default", options.rounds, None), ("seeded", options.seeded_rounds, 7)):
+            if rounds:
+                lines = history(directory / name, rounds, runs=options.runs, noise_seed=noise_seed, chance=chance)
+                print(f"{name}: {options.runs} runs in one folder", *lines, sep="\n  ")
 
 
 if __name__ == "__main__":

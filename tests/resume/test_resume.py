@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_lap2.accounting import MajorizedAccountant
+from lightning_lap2.callback.journal import PATTERN
 from tests.helpers import (
     DELTA,
     LIGHTNING,
@@ -19,6 +20,7 @@ from tests.helpers import (
     budget_for,
     classifier,
     loader,
+    only_file,
     part_spy,
     quiet_trainer,
     watched_releases,
@@ -447,7 +449,7 @@ def test_journal_of_a_run_without_a_logger_or_checkpoint_callback(tmp_path: Path
 
 def test_missing_journal_is_named_in_the_report(tmp_path: Path) -> None:
     interrupted(tmp_path, 8)
-    (tmp_path / "privacy_journal.txt").unlink()
+    only_file(tmp_path, PATTERN).unlink()
     with pytest.warns(UserWarning, match="journal of the run that saved the checkpoint was not found"):
         callback = resume(tmp_path / "step=5.ckpt")
     assert callback.steps == 32
@@ -460,19 +462,20 @@ def test_journal_of_a_moved_folder_is_found(tmp_path: Path, below: str) -> None:
     (tmp_path / "run" / below).mkdir(parents=True)
     interrupted(tmp_path / "run" / below, 8)
     if below:
-        (tmp_path / "run" / below / "privacy_journal.txt").rename(tmp_path / "run" / "privacy_journal.txt")
+        journal = only_file(tmp_path, PATTERN)
+        journal.rename(tmp_path / "run" / journal.name)
     (tmp_path / "run").rename(tmp_path / "moved")
     checkpoint = tmp_path / "moved" / below / "step=5.ckpt"
     assert start_of(checkpoint) == 8
     interrupted(tmp_path / "new", 7, every=1000, path=checkpoint)
-    assert start_of(checkpoint) == 10, "the moved journal is continued where it lies now"
+    assert start_of(checkpoint) == 10, "the moved journal knows of the one in the new folder"
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("damage", ["garbage\n....\n", '\n{"run": "another", "start": 0, "charge": {}}\n....\n', ""])
 def test_damaged_journal_is_refused(tmp_path: Path, damage: str) -> None:
     interrupted(tmp_path, 8)
-    (tmp_path / "privacy_journal.txt").write_text(damage)
+    only_file(tmp_path, PATTERN).write_text(damage)
     with pytest.raises(ValueError, match="privacy_journal"):
         resume(tmp_path / "step=5.ckpt")
 

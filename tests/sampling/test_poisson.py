@@ -147,8 +147,23 @@ def test_accumulation_with_a_ragged_end():
         for indices in batches.values():
             assert len(set(indices)) == len(indices)
         for release in range(4 * epoch, 4 * epoch + 3):
-            counts = [p.count for p in parts if p.release == release]
-            assert max(counts) - min(counts) <= 1
+            assert len({p.index for p in parts if p.release == release}) == 5
+
+
+def test_each_example_chooses_its_part_by_itself():
+    """Which other examples are drawn does not matter to it: dealt out by position, one more would move the others.
+    The part of an example is uniform, and independent of the number drawn."""
+    sampler = PoissonBatchSampler(40, 10, 2, accumulate=2, seed=5)
+    first, sizes = np.zeros(40), []
+    times = 800
+    for _ in range(times):
+        one, two = list(sampler)
+        a, b = sampler.next_part().count, sampler.next_part().count
+        first[one[:a]] += 1
+        first[two[:b]] -= 1
+        sizes.append((a - b) / max(1.0, (a + b) ** 0.5))
+    assert np.abs(first).max() < 5 * (times / 2) ** 0.5  # signs of times/2 draws on average
+    assert 0.8 < np.std(sizes) < 1.2  # of a binomial with one half
 
 
 def test_a_short_last_window_draws_at_its_own_rate():

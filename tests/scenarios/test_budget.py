@@ -90,7 +90,7 @@ def test_older_checkpoint_into_a_callback_that_counted_more_warns(tmp_path: Path
     first.fit(Classifier(), loader())
     first.save_checkpoint(tmp_path / "four.ckpt")
     trainer(callback, max_steps=8).fit(Classifier(), loader())
-    with pytest.warns(UserWarning, match="had counted 12 releases, the checkpoint 4"):
+    with pytest.warns(UserWarning, match="12 releases had been counted before the checkpoint with 4"):
         trainer(callback, max_steps=6).fit(Classifier(), loader(), ckpt_path=tmp_path / "four.ckpt")
     assert callback.steps == 6
 

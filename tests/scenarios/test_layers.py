@@ -78,20 +78,23 @@ def test_scenario_9_recurrent_layers_train_alike_under_every_engine(kind: type[n
 @pytest.mark.parametrize(("net", "words"), [(Checkpointed, "checkpoint"), (Branches, "data"), (Reads, r"\.item\(\)")])
 def test_scenario_9_what_vmap_cannot_trace_names_line_and_engine_and_loop_runs_it(net: type, words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"test_layers\.py:\d+ .*{words}.*engine='loop'"):
-        trainer(Lap2Privacy(eps=1.0), max_epochs=1).fit(Net(net(*layers())), loader())
-    callback = Lap2Privacy(eps=1.0, engine="loop")
-    trainer(callback, max_epochs=1).fit(Net(net(*layers())), loader())
-    assert callback.steps == 8
+        trainer(Lap2Privacy(eps=1.0, engine="vmap"), max_epochs=1).fit(Net(net(*layers())), loader())
+    for engine in ("loop", "auto"):
+        callback = Lap2Privacy(eps=1.0, engine=engine)
+        trainer(callback, max_epochs=1).fit(Net(net(*layers())), loader())
+        assert callback.steps == 8
 
 
-def test_scenario_9_branch_on_the_whole_batch_is_no_average_of_examples() -> None:
+def test_a_branch_on_the_whole_batch_becomes_one_on_each_example_and_the_report_says_so() -> None:
     class OnSum(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             out = super().forward(x)
             return out if x.sum() > 0 else -out
 
-    with pytest.raises(UnsupportedModelError, match="mixes the examples"):
-        trainer(Lap2Privacy(eps=1.0, engine="loop"), max_epochs=1).fit(Net(OnSum(*layers())), loader())
+    callback = Lap2Privacy(eps=1.0)
+    trainer(callback, max_epochs=1).fit(Net(OnSum(*layers())), loader())
+    assert callback.report().engine == "loop"
+    assert any("not the mean of its examples' gradients" in text for text in callback.report().caveats)
 
 
 def ragged() -> DataLoader:
@@ -121,12 +124,19 @@ class Bag(Classifier):
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop", "ghost"])
-def test_scenario_20_padding_that_reaches_another_record_is_refused(engine: str) -> None:
-    with pytest.raises(UnsupportedModelError, match="padding to the longest"):
-        trainer(Lap2Privacy(eps=1.0, engine=engine), max_epochs=1).fit(Bag(masked=False), ragged())
-    callback = Lap2Privacy(eps=1.0, engine=engine)
-    trainer(callback, max_epochs=1).fit(Bag(masked=True), ragged())
-    assert callback.steps == 6
+def test_no_record_is_padded_to_the_length_of_another(engine: str) -> None:
+    """So that padding without a mask is harmless: with and without one the weights are the same."""
+    weights = []
+    for masked in (False, True):
+        torch.manual_seed(0)
+        callback = Lap2Privacy(eps=float("inf"), noise_multiplier=1.0, engine=engine, noise_seed=1)
+        module = Bag(masked)
+        trainer(callback, max_epochs=1).fit(module, ragged())
+        assert callback.steps == 6
+        said = [text for text in callback.report().caveats if "not the mean of its examples' gradients" in text]
+        assert bool(said) is not masked
+        weights.append(flat(module))
+    torch.testing.assert_close(*weights)
 
 
 def test_in_batch_contrastive_loss_is_refused() -> None:
@@ -135,7 +145,7 @@ def test_in_batch_contrastive_loss_is_refused() -> None:
             a, b = self.net(x), self.net(x + 0.1)
             return nn.functional.cross_entropy(a @ b.T, torch.arange(len(x)))
 
-    with pytest.raises(UnsupportedModelError, match="mixes the examples"):
+    with pytest.raises(UnsupportedModelError, match="no gradient for any example alone, only for a batch"):
         trainer(no_privacy(), max_epochs=1).fit(Contrastive(), loader())
 
 

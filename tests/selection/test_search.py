@@ -19,7 +19,7 @@ import torch
 
 from lightning_lap2.accounting.selection import RunCount, RunLimit, search_epsilon
 from lightning_lap2.callback.core import Lap2Core
-from lightning_lap2.callback.refusals import UnsupportedSettingError
+from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.selection import BestRun, PrivateSearch
 from lightning_lap2.selection.run import make_callback
 from lightning_lap2.selection.space import Space
@@ -358,9 +358,12 @@ def test_refused_runs(tmp_path: Path, train: Any, error: type[Exception], words:
 def test_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lap2Core, "_planned", lambda self, session: None)
     privacy = make_callback(LIGHTNING.lap2, tmp_path, RunLimit(((1.0, 1e-3),)), eps=1.0, delta=1e-3)
-    privacy._planned(SimpleNamespace(trainer=SimpleNamespace(world_size=1)))  # type: ignore[arg-type]
+    one, two = (
+        SimpleNamespace(trainer=SimpleNamespace(world_size=size), module=classifier(LIGHTNING.pl)) for size in (1, 2)
+    )
+    privacy._planned(one)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedSettingError, match="in one process, but the Trainer has 2"):
-        privacy._planned(SimpleNamespace(trainer=SimpleNamespace(world_size=2)))  # type: ignore[arg-type]
+        privacy._planned(two)  # type: ignore[arg-type]
 
 
 def test_a_logger_without_a_folder_is_named(tmp_path: Path) -> None:
@@ -434,5 +437,5 @@ def test_the_best_runs_ledger_is_not_continued(tmp_path: Path) -> None:
     assert best is not None
     for delta in (1e-3, 1e-4):
         trainer = quiet_trainer(LIGHTNING.pl, LIGHTNING.lap2(eps=2.0, delta=delta), max_epochs=9)
-        with pytest.raises(ValueError, match="private search" if delta == 1e-3 else "delta="):
+        with pytest.raises(ValueError, match="ledger of the checkpoint is that of one run of a private search"):
             trainer.fit(classifier(LIGHTNING.pl), loader(64, 16), ckpt_path=best.checkpoints[0])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_lap2.callback.refusals import UnsupportedSettingError
 from lightning_lap2.gradients import UnsupportedModelError
@@ -23,11 +23,9 @@ from tests.helpers import (
     batch_spy,
     by_hand,
     classifier,
-    loader,
     part_spy,
     quiet_trainer,
     records,
-    watched_releases,
     weights,
 )
 
@@ -200,38 +198,6 @@ def test_records_that_cannot_be_asked_for_twice_are_refused() -> None:
     trainer = quiet_trainer(pl, Lap2Privacy(eps=9.0, sampling="none", augmentations=2), max_steps=2)
     with pytest.raises(UnsupportedSettingError, match="augmentations=2 asks the data set several times"):
         trainer.fit(classifier(pl), DataLoader(Stream(), batch_size=4))
-
-
-def sorted_rows(chosen: list[Any]) -> Any:
-    return default_collate(sorted(chosen, key=lambda record: float(record[0][0])))
-
-
-def without_repeats(chosen: list[Any]) -> Any:
-    return default_collate(list({record[0].numpy().tobytes(): record for record in chosen}.values()))
-
-
-@pytest.mark.parametrize(
-    ("collate", "message"),
-    [
-        (sorted_rows, "do not keep the order of their records"),
-        (without_repeats, "collate_fn returned 1 rows for 2 records"),
-    ],
-)
-def test_collate_functions_that_move_or_drop_rows_are_refused(collate: Any, message: str) -> None:
-    trainer = quiet_trainer(pl, no_noise(augmentations=2), max_steps=2)
-    with pytest.raises(UnsupportedModelError, match=message), watched_releases() as seen:
-        trainer.fit(classifier(pl), loader(12, 4, collate_fn=collate))
-    assert not seen
-
-
-def test_a_hook_that_drops_rows_is_refused() -> None:
-    class Halving(type(classifier(pl))):  # type: ignore[misc]
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return [t[: max(1, len(t) - 2)] for t in batch]
-
-    trainer = quiet_trainer(pl, no_noise(augmentations=2, noise_seed=1), max_steps=20)
-    with pytest.raises(UnsupportedModelError, match="made 2 rows of 4 records"):
-        trainer.fit(Halving(), DataLoader(Viewed(24, 2), batch_size=4))
 
 
 def test_batch_norm_over_the_views_of_an_example_is_refused() -> None:

@@ -109,8 +109,8 @@ def test_tuner_searches(namespace: Namespace, search: str) -> None:
 
 
 def test_two_privacy_callbacks(namespace: Namespace) -> None:
-    # Lightning wants distinct state keys, as a subclass has
-    other = type("Another", (namespace.lap2,), {})(eps=1.0)
+    # with equal state keys Lightning refuses them itself
+    other = type("Another", (namespace.lap2,), {"state_key": "another"})(eps=1.0)
     refused(namespace, "2 Lap2Privacy callbacks", other)
 
 
@@ -144,6 +144,12 @@ def test_lbfgs(namespace: Namespace) -> None:
     module = classifier(namespace.pl)
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
     refused(namespace, "LBFGS calls its closure several times.*SGD", module=module)
+
+
+def test_sparse_adam(namespace: Namespace) -> None:
+    module = classifier(namespace.pl)
+    module.configure_optimizers = lambda: torch.optim.SparseAdam(module.parameters())
+    refused(namespace, "SparseAdam takes sparse gradients only.*use Adam", module=module)
 
 
 def test_overfit_batches(namespace: Namespace) -> None:

@@ -191,14 +191,14 @@ def test_data_that_changes_between_epochs_is_refused(namespace: Namespace) -> No
     assert lap2.steps == 8
 
 
-def test_on_train_batch_start_that_skips_the_rest_of_an_epoch(namespace: Namespace) -> None:
-    """The batch that was drawn and skipped is neither released nor charged, and the next epoch is in step."""
+def test_on_train_batch_start_that_skips_the_rest_of_an_epoch_is_refused(namespace: Namespace) -> None:
+    """What it skips by may be what the batch holds; then the number of releases tells of records."""
     lap2, module = namespace.lap2(eps=2.0), classifier(namespace.pl)
     module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 5 else None
     trainer = quiet_trainer(namespace.pl, lap2, max_epochs=2, accumulate_grad_batches=2)
-    with pytest.warns(UserWarning, match="never released"), watched_releases() as seen:
+    with pytest.raises(ValueError, match="on_train_batch_start returned -1"), watched_releases() as seen:
         trainer.fit(module, loader(32, 4))
-    assert lap2.steps == trainer.global_step == len(seen) == 4
+    assert lap2.steps == len(seen) == 2
 
 
 def test_step_schedulers_see_the_capped_number_of_steps(namespace: Namespace) -> None:

@@ -105,7 +105,7 @@ def _recurrent(cell: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module
 
 
 _classify = heads.classification
-_ITEM = {"vmap": "it reads the value of a tensor"}
+_ITEM = dict.fromkeys(("vmap", "ghost"), "it reads the value of a tensor")
 _HUB = ("transformers",)
 
 PLAIN = [
@@ -150,10 +150,18 @@ PLAIN = [
     Case("RNN", _recurrent(nn.RNN), _series, "classification"),
     Case("RNN, bidirectional, 2 layers", _recurrent(nn.RNN, num_layers=2, bidirectional=True), _series,
          "classification"),
+    Case("LSTMCell, GRUCell and RNNCell", _task(modules.Cells, _classify), _series, "classification",
+         refused={"vmap": "torch.func has no way to run it"}),
+    Case("LSTM decoder, proj_size, learned first input", _task(modules.Decoder, _classify), _vectors(6, 3),
+         "classification"),
+    Case("Bilinear", _task(modules.Bilinear, _classify), _vectors(6, 3), "classification"),
+    Case("Windows folded into the batch (Swin)", _task(modules.Windows, _classify), _images(3, 8, 5),
+         "classification"),
+    Case("Standardised weights", _task(modules.Standardised, _classify), _images(3, 9, 5), "classification"),
     Case(
         "LSTM on packed sequences", _task(lambda: modules.Packed(nn.LSTM), _classify),
         lambda count: (_random(count, 7, 5), _lengths(count), _labels(count, 4)), "classification",
-        refused={"vmap": "packed sequences"},
+        refused=dict.fromkeys(("vmap", "ghost"), "packed sequences"),
     ),
     Case("Branches on data, .item()", _task(modules.Branching, _classify), _vectors(4, 3), "classification",
          refused=_ITEM),

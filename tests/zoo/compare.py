@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lap2.gradients.engine import Engine, StepCall
+from lightning_lap2.gradients import Engine, StepCall
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.mechanism import Norm
 
@@ -67,8 +67,7 @@ def worst_error(engine: Engine, module: nn.Module, batch: Any, count: int, *, ea
     norms = torch.stack([torch.stack([g[k].double().norm() for k in order]) for g in gradients], dim=1)
     size = exact.norm(dim=1)
     errors = []
-    # an engine that runs the whole batch returns the step's own loss, which may weight examples unequally
-    loss = module.training_step(batch, 0).detach() if engine.name == "ghost" else losses.mean()
+    loss = losses.mean()
 
     def run(weights: Tensor) -> None:
         clipper, total = Weights(weights), layout.zeros()

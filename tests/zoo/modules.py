@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -91,6 +92,88 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.cell(x)[0][:, -1])
+
+
+class Cells(nn.Module):
+    """The recurrent cells, stepped by hand from states that no example went into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.LSTMCell(5, 6), nn.GRUCell(6, 6), nn.RNNCell(6, 6)
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, second, third = None, None, x.new_zeros(x.shape[0], 6)
+        for step in x.unbind(1):
+            state = self.first(step, state)
+            second = self.second(state[0], second)
+            third = self.third(second, third)
+        return self.out(third)
+
+
+class Decoder(nn.Module):
+    """An LSTM decoder whose first input is a learned token, the same for all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 5), nn.LSTM(5, 5, proj_size=3, batch_first=True)
+        self.token, self.out = nn.Parameter(torch.randn(1, 1, 5)), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = self.token.expand(x.shape[0], 2, 5)
+        h = torch.tanh(self.encoder(x))[None]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*projections is not supported with oneDNN")
+            return self.out(self.decoder(start, (h[..., :3].contiguous(), h))[0][:, -1])
+
+
+class Bilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.form, self.out = nn.Bilinear(6, 6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.form(x, x.flip(1))))
+
+
+class Windows(nn.Module):
+    """Attention in windows that are folded into the batch, shifted, with a learned bias: Swin's layer."""
+
+    def __init__(self, width: int = 8, side: int = 2) -> None:
+        super().__init__()
+        self.side, self.patch, self.norm = side, nn.Conv2d(3, width, 2, 2), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, 5)
+        self.bias = nn.Parameter(torch.randn((2 * side - 1) ** 2, 2))
+        steps = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")).flatten(1)
+        offset = steps[:, :, None] - steps[:, None] + side - 1
+        self.register_buffer("index", offset[0] * (2 * side - 1) + offset[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.patch(x).permute(0, 2, 3, 1)).roll((-1, -1), (1, 2))
+        n, rows, columns, width = x.shape
+        s = self.side
+        x = x.view(n, rows // s, s, columns // s, s, width).transpose(2, 3).reshape(-1, s * s, width)
+        q, k, v = self.qkv(x).view(len(x), s * s, 3, 2, -1).permute(2, 0, 3, 1, 4)
+        bias = self.bias[self.index.flatten()].view(s * s, s * s, 2).permute(2, 0, 1)[None]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).reshape(len(x), s * s, width)
+        return self.out(y).view(n, -1, 5).mean(1)
+
+
+class Standardised(nn.Module):
+    """Convolutions whose weights are standardised, by ``F.batch_norm`` and by hand, as in NF-nets and BiT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3)
+        self.gain, self.out = nn.Parameter(torch.rand(6) + 0.5), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.first.weight
+        w = F.batch_norm(w.reshape(1, 6, -1), None, None, self.gain, training=True, momentum=0.0).reshape_as(w)
+        x = F.relu(F.conv2d(x, w, self.first.bias))
+        v = self.second.weight
+        var, mean = torch.var_mean(v, dim=(1, 2, 3), keepdim=True)
+        return self.out(F.relu(F.conv2d(x, (v - mean) / (var + 1e-5).sqrt(), self.second.bias)).mean((2, 3)))
 
 
 class Packed(Recurrent):

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
+from lightning_lap2.gradients import StepCall, UnsupportedModelError
 from lightning_lap2.gradients.clipping import FlatClipper
-from lightning_lap2.gradients.engine import StepCall, UnsupportedModelError
 from lightning_lap2.gradients.loop import LoopEngine
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.vmap import VmapEngine

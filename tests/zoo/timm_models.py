@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-from lightning_lap2.gradients.engine import UnsupportedModelError
+from lightning_lap2.gradients import UnsupportedModelError
 from lightning_lap2.gradients.engines import ENGINES, make_engine
 from tests.zoo.compare import worst_error
 from tests.zoo.heads import Task, classification

@@ -1,10 +1,11 @@
-"""``engine="ghost"``: one forward, one backward, no per-example gradients."""
+"""``engine="ghost"``: one forward under ``vmap``, one backward, no per-example gradients."""
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,94 +13,193 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import CheckpointError
+from torch.func import vmap
 
+from lightning_lap2.batches import Examples
+from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.contraction import add_count, round_down
-from lightning_lap2.gradients.engine import Engine, StepCall, UnsupportedModelError, full_precision
-from lightning_lap2.gradients.ghost.batchdims import BatchDims
+from lightning_lap2.gradients.engine import Engine, full_precision
+from lightning_lap2.gradients.ghost.calls import physical_calls
 from lightning_lap2.gradients.ghost.combine import merge, norms_of_sum
-from lightning_lap2.gradients.ghost.graph import Use, Walk
+from lightning_lap2.gradients.ghost.graph import NotCovered, Use, Walk
 from lightning_lap2.gradients.ghost.rules import RULES, Scope
-from lightning_lap2.gradients.ghost.shares import own_per_share
-from lightning_lap2.gradients.ghost.sources import Pulled, term_of_parameter
-from lightning_lap2.gradients.ghost.state import Kept, refuse_written
+from lightning_lap2.gradients.ghost.sources import Node, Pulled, term_of_parameter
 from lightning_lap2.gradients.ghost.terms import Dense, Term
+from lightning_lap2.gradients.marks import Marks
 from lightning_lap2.gradients.parameters import ParameterLayout
-from lightning_lap2.gradients.tracing import batch_statistics_refused, refuse_layers
+from lightning_lap2.gradients.physical import plain_checkpoints
+from lightning_lap2.gradients.runner import Traced, UserStep
+from lightning_lap2.gradients.tracing import explain, layers_of, refuse_layers, traceable
+from lightning_lap2.gradients.vmap import runs_alone
+from lightning_lap2.gradients.whole_batch import seen_by_backward_refused, seen_by_rules_refused
 
 
 class GhostEngine(Engine):
-    """Clipped sums from one forward and one backward of the whole batch.
+    """Clipped sums from one forward and one backward pass over all examples.
 
-    The user's step runs once, as it stands, so logging, metrics and dropout are the plain ones. The graph of its
-    loss tells every use of every trainable parameter. The backward computes gradients of activations only; at each
-    use the output gradient is caught, and from it and the saved input come each example's squared norm, and after
-    clipping the weighted sum. Per-example gradients are held only where they are no larger than the activations.
-
-    The loss must be the mean over the batch of per-example losses: an example's gradient is then B times its share
-    of the batch gradient, where the share of an example with several views is the sum of its rows' shares. A cross
-    entropy with ignored labels or class weights, returned as it is, becomes each example's own mean (:mod:`shares`).
-    Losses that mix examples or reduce otherwise cannot be seen in the graph; the self-check against the loop engine
-    at fit start refuses them.
+    The user's step runs under ``vmap``, so it sees one example at a time, but on the module's own parameters. The graph
+    of the summed losses tells every use of every trainable parameter. The backward computes gradients of activations
+    only; at each use the output gradient is caught, and from it and the saved input come each example's squared norm,
+    and after clipping the weighted sum. Per-example gradients are held only where they are no larger than the
+    activations, and for parameters that are used in a way without a rule: those are *spread*, used as B copies.
 
     Args:
         module: as for every engine.
-        chunk_size: must be ``None``: the batch is one piece here. To save memory use a smaller loader batch with
-            ``accumulate_grad_batches``.
-
-    Raises:
-        ValueError: ``chunk_size`` is given.
+        chunk_size: examples per forward and backward pass; ``None``: all of one shape together.
     """
 
     name = "ghost"
 
     def __init__(self, module: nn.Module, *, chunk_size: int | None = None) -> None:
-        if chunk_size is not None:
-            raise ValueError(
-                f'chunk_size={chunk_size} has no meaning for engine="ghost", which takes the batch as one piece; '
-                f"leave it None, or use a smaller loader batch with accumulate_grad_batches."
-            )
         super().__init__(module, chunk_size=chunk_size)
-        self._dims = BatchDims()
-        self._kept: Kept | None = None
+        self._spread = _Parameters()
 
-    def accumulate(self, call: StepCall, layout: ParameterLayout, clipper: Clipper, total: Tensor) -> Any:
+    def add_clipped(
+        self, examples: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
+    ) -> list[Traced]:
+        """See :meth:`Engine.add_clipped`."""
         if clipper.norm != "l2":
             raise UnsupportedModelError(
                 f'engine="ghost" computes l2 norms, but clipping is by {clipper.norm}. Use engine="vmap".'
             )
-        if call.revise is not None:
+        if step.call.revise is not None:
             raise UnsupportedModelError(
                 'engine="ghost" holds no gradients of single examples, so a gradient canary cannot take part. '
                 'Use engine="vmap", or canaries that are records.'
             )
-        layers = refuse_layers(self.module, vmapped=False)
-        self._kept = before = self._kept.renewed(self.module) if self._kept else Kept(self.module)
-        with torch.enable_grad(), batch_statistics_refused(), unfused_lstm(layers), call.context():
-            output = self.module.training_step(*call.args)  # type: ignore[operator]
-        refuse_written(self.module, before)
-        loss = loss_of(output)
-        if loss is not None and call.count > 0:
-            self._collect(loss, layout, call, total.dtype).add_clipped(layout, clipper, total, call.count)
-        if output is loss:
-            return loss if loss is None else loss.detach()
-        return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)
+        for layer in refuse_layers(self.module, vmapped=False):
+            if isinstance(layer, nn.EmbeddingBag) and layer.sparse:
+                raise UnsupportedModelError(
+                    "EmbeddingBag has sparse=True, which engine='ghost' cannot run: use sparse=False, or engine='loop'"
+                )
+        chunk = self.chunk_size or examples.count
+        if chunk >= examples.count:
+            return [self._chunk(examples, step, layout, clipper, total)]
+        own = None if total is None else torch.zeros_like(total)
+        traced = []
+        for start in range(0, examples.count, chunk):
+            traced.append(self._chunk(examples.apart(start, start + chunk), step, layout, clipper, own))
+        if total is not None and own is not None:
+            total += own
+        return traced
 
-    def _collect(self, loss: Tensor, layout: ParameterLayout, call: StepCall, dtype: torch.dtype) -> Collected:
-        """Runs the backward of ``loss``."""
-        if call.count == 1:
+    def _chunk(
+        self, examples: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
+    ) -> Traced:
+        """One forward and backward pass; a second forward pass where parameters turn out to need spreading."""
+        again = False
+        while True:
+            run = self._forward(examples, step, layout, again=again)
+            if total is None or not run.losses.requires_grad:
+                return run.traced
+            try:
+                collected = run.collect(layout, total.dtype)
+            except NotCovered as found:
+                new = [layout.parameters[k] for k in found.parameters if layout.parameters[k] not in self._spread]
+                if not new:
+                    raise _not_covered(found, layout) from None
+                self._spread.add(new)
+                del run
+                again = True
+                continue
+            collected.add_clipped(layout, clipper, total, examples.count)
+            return run.traced
+
+    def _forward(self, examples: Examples, step: UserStep, layout: ParameterLayout, *, again: bool) -> _Run:
+        """The losses of all examples; ``again``: with the random numbers of the last pass."""
+        count, shared = examples.count, examples.shared()
+        chosen = [k for k, p in enumerate(layout.parameters) if p in self._spread]
+        # of memory of their own: a mark on the parameter's would outlast the step
+        copies = [p.clone().expand(count, *p.shape) for p in (layout.parameters[k] for k in chosen)]
+        names = step.slot_names(layout) if chosen else []
+
+        def loss_of(*tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            leaves, own = tensors[: len(examples.tensors)], tensors[len(examples.tensors) :]
+            by_slot = {name: p for k, p in zip(chosen, own, strict=True) for name in names[k]}
+            return step(examples.rebuild(leaves, shared), by_slot or None)
+
+        inputs = (*examples.tensors, *copies)
+        try:
+            with (
+                step.tracing(together=True, again=again),
+                _surroundings(self.module),
+                Marks(inputs, vmapped=True, graph=True) as marks,
+                seen_by_rules_refused(),
+            ):
+                losses, carried = vmap(loss_of, randomness="different")(*inputs)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if isinstance(error, UnsupportedModelError) or runs_alone(examples, step):
+                explain(error, self.module, engine=self.name)
+            raise
+        spread = {copy.grad_fn for copy in copies}
+        return _Run(losses, marks.nodes, marks.slices, spread, Traced(step.trace, carried))
+
+
+@contextmanager
+def _surroundings(module: nn.Module) -> Iterator[None]:
+    """What is replaced or refused while the user's step runs."""
+    layers = layers_of(module)
+    with traceable(module), physical_calls(), plain_checkpoints(), seen_by_backward_refused(layers):
+        yield
+
+
+class _Parameters:
+    """A set of parameters by identity, which keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, weakref.ref[Tensor]] = {}
+
+    def add(self, parameters: Sequence[Tensor]) -> None:
+        self._held.update({id(p): weakref.ref(p) for p in parameters})
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        held = self._held.get(id(parameter))
+        return held is not None and held() is parameter
+
+
+def _not_covered(found: NotCovered, layout: ParameterLayout) -> UnsupportedModelError:
+    names = ", ".join(repr(layout.names[k]) for k in sorted(found.parameters))
+    what = f"Parameter {names} is {found}" if names else str(found)
+    return UnsupportedModelError(f"{what}; engine='ghost' cannot take it. Use engine='auto', which goes on to the next")
+
+
+@dataclass
+class _Run:
+    """One forward pass.
+
+    Attributes:
+        losses: ``[B]``.
+        carrying, slices: the graph's nodes that carry examples, see :class:`Marks`.
+        spread: those that gave parameters an examples' dimension.
+        traced: what was recorded.
+    """
+
+    losses: Tensor
+    carrying: set[Node]
+    slices: set[Node]
+    spread: set[Node]
+    traced: Traced
+
+    def collect(self, layout: ParameterLayout, dtype: torch.dtype) -> Collected:
+        """The backward pass. The graph is let go of.
+
+        Raises:
+            NotCovered: naming parameters to spread.
+        """
+        count, loss = len(self.losses), self.losses.sum()
+        if count == 1:
             return _single_example(loss, layout, dtype)
-        self._dims.start(call.count * call.views)
+        carrying, self.losses = self.carrying | {self.losses.grad_fn, loss.grad_fn}, self.losses.detach()
         index = {id(p): k for k, p in enumerate(layout.parameters)}
-        walk = Walk(index, layout.names, self._dims, RULES.__contains__)
-        uses = walk.run(loss.grad_fn)
-        factor = own_per_share(loss.grad_fn, walk, call.views)
-        collector = Collector(Scope(walk, dtype), layout, uses, call.views)
+        uses = Walk(index, count, carrying, self.slices, self.spread, RULES.__contains__).run(loss.grad_fn)
+        self.carrying, self.slices = set(), set()  # nodes hold what they saved
+        del carrying
+        collector = Collector(Scope(count, dtype), layout, uses)
         collector.backward(loss)
-        self._dims.finish()
-        return collector.finish(factor)
+        return collector.finish()
 
 
 @dataclass
@@ -107,20 +207,17 @@ class Collected:
     """One backward's harvest.
 
     Attributes:
-        terms: for each parameter used its uses and the norms ``[B]`` (fp64) of their sum; gradients of each
-            example's share of the batch loss.
-        factor: from that to the example's gradient, see :func:`own_per_share`.
+        terms: for each parameter used its uses and the norms ``[B]`` (fp64) of their sum.
     """
 
     terms: dict[int, tuple[list[Term], Tensor]]
-    factor: Tensor | float
 
     @torch.no_grad()
     def add_clipped(self, layout: ParameterLayout, clipper: Clipper, total: Tensor, count: int) -> None:
         """``total += sum_b weight_b g_b``."""
         if not self.terms:
             return
-        norms = torch.stack([norms for _, norms in self.terms.values()]).mul_(self.factor)
+        norms = torch.stack([norms for _, norms in self.terms.values()])
         if len(self.terms) < len(layout.parameters):
             used = torch.tensor(list(self.terms), device=norms.device)
             norms = norms.new_zeros(len(layout.parameters), count).index_copy_(0, used, norms)
@@ -130,7 +227,7 @@ class Collected:
             bad = ~torch.isfinite(norms).all(dim=0)
             norms[:, bad] = torch.inf
             discarded = bad.nonzero()[:, 0] if bool(bad.any()) else None
-        weights = round_down(clipper.weights(norms) * self.factor, total.dtype)
+        weights = round_down(clipper.weights(norms), total.dtype)
         views, weight = layout.views(total), weights.unbind(0)
         with full_precision():
             for k, (uses, _) in self.terms.items():
@@ -144,11 +241,10 @@ class Collected:
 class Collector:
     """Runs the backward and turns output gradients into terms as they come, while they are in cache."""
 
-    def __init__(self, scope: Scope, layout: ParameterLayout, uses: list[Use], views: int) -> None:
+    def __init__(self, scope: Scope, layout: ParameterLayout, uses: list[Use]) -> None:
         self.scope = scope
         self.layout = layout
         self.uses = uses
-        self.views = views
         self.terms: dict[int, list[Term]] = {}
         self.norms: dict[int, Tensor] = {}
         self._expected = Counter([p for use in uses for d in use.operands.values() for p in d.parameters])
@@ -164,11 +260,6 @@ class Collector:
         try:
             edges = [GradientEdge(use.node, 0) for use in last]
             grads = torch.autograd.grad(loss, edges, allow_unused=True)
-        except CheckpointError as error:
-            raise UnsupportedModelError(
-                "activation checkpointing (torch.utils.checkpoint) gives saved inputs out once only, but "
-                'engine="ghost" needs them again. Use engine="loop", or no checkpointing.'
-            ) from error
         finally:
             for handle in handles:  # a node that holds its own hook would never be freed
                 handle.remove()
@@ -191,11 +282,9 @@ class Collector:
     def _terms_of(self, use: Use, grad: Tensor) -> None:
         terms = RULES[use.name](use, self.scope, grad)
         if terms.keys() != use.operands.keys():
-            raise self.scope.refuse(use, f"its inputs {sorted(use.operands.keys() - terms.keys())}")
+            raise self.scope.refuse(use, f"parameters as inputs {sorted(use.operands.keys() - terms.keys())}")
         for operand, term in terms.items():
             derived = use.operands[operand]
-            if self.views > 1:
-                term = term.folded(self.views)
             term = term.compact()
             for k in derived.parameters:
                 own = term_of_parameter(term, derived, self.layout.parameters[k], self.scope.dtype)
@@ -205,7 +294,7 @@ class Collector:
                     self.terms.setdefault(k, []).append(own)
 
     @torch.no_grad()
-    def finish(self, factor: Tensor | float) -> Collected:
+    def finish(self) -> Collected:
         """All terms with the norms of their sums, ordered by parameter."""
         result = {}
         for k, terms in sorted(self.terms.items()):
@@ -214,42 +303,15 @@ class Collector:
                     terms = merge(terms)
                     self.norms[k] = norms_of_sum(terms)
             result[k] = (terms, self.norms[k])
-        return Collected(result, factor)
+        return Collected(result)
 
 
 def _single_example(loss: Tensor, layout: ParameterLayout, dtype: torch.dtype) -> Collected:
     """A batch of one: its gradient is the batch gradient."""
     grads = torch.autograd.grad(loss, layout.parameters, allow_unused=True)
-    dense = {k: Dense(g.detach().to(dtype)[None]) for k, g in enumerate(grads) if g is not None}
-    return Collected({k: ([term], term.norms()) for k, term in dense.items()}, 1)
-
-
-def loss_of(output: Any) -> Tensor | None:
-    """The loss in what ``training_step`` returned; ``None`` where it returned none.
-
-    Raises:
-        UnsupportedModelError: no scalar tensor that depends on a parameter.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if loss is None:
-        return None
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
-        kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise UnsupportedModelError(
-            f"training_step returned {kind} as loss; it must be a scalar tensor computed from the parameters."
-        )
-    return loss
-
-
-@contextmanager
-def unfused_lstm(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """On a CPU nn.LSTM is one fused oneDNN node, which gives no output gradients of its matrix products away; with
-    oneDNN off inside, it is a sequence of plain ones."""
-    if not any(isinstance(layer, nn.LSTM) for layer in layers):
-        yield
-        return
-    before = torch.backends.mkldnn.set_flags(_enabled=False)
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.set_flags(_enabled=before[0])
+    dense = {
+        k: Dense((g.to_dense() if g.is_sparse else g).detach().to(dtype)[None])
+        for k, g in enumerate(grads)
+        if g is not None
+    }
+    return Collected({k: ([term], term.norms()) for k, term in dense.items()})

@@ -1,7 +1,8 @@
 """Per operation: the per-example gradients of its parameter operands from saved tensors and output gradient.
 
 Each rule is the operation's weight gradient with the sum over examples left out. Saved tensors are read from the
-autograd node; they are what its backward itself would use.
+autograd node; they are what its backward itself would use. Examples lie along the leading dimension, each with as many
+rows as the batch of one example has: B at the front, or B times as many rows, those of an example side by side.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_lap2.gradients.engine import UnsupportedModelError
-from lightning_lap2.gradients.ghost.graph import ELEMENTWISE, Use, Walk, lookup_index
+from lightning_lap2.gradients.ghost.graph import ELEMENTWISE, NotCovered, Use, lookup_index
 from lightning_lap2.gradients.ghost.sources import Derived
 from lightning_lap2.gradients.ghost.terms import Convolution, ConvolutionSpec, Dense, Outer, Rows, Term
 
@@ -27,78 +27,48 @@ class Scope:
     """What rules need to know besides the node.
 
     Attributes:
-        walk: resolves batch dimensions.
+        rows: B.
         dtype: type to compute in, fp32 or fp64.
     """
 
-    walk: Walk
+    rows: int
     dtype: torch.dtype
 
-    @property
-    def rows(self) -> int:
-        return self.walk.dims.rows
+    def apart(self, use: Use, x: Tensor) -> Tensor:
+        """``[B k, ...]`` as ``[B, k, ...]``, the k rows of an example together.
 
-    def describe(self, use: Use) -> str:
-        names = {self.walk.names[p] for d in use.operands.values() for p in d.parameters}
-        return f"Parameter {', '.join(repr(n) for n in sorted(names))} used by {use.name}"
+        Raises:
+            NotCovered: the leading dimension does not hold B examples.
+        """
+        count, rest = divmod(x.shape[0] if x.dim() else 0, self.rows)
+        if rest or not count:
+            raise self.refuse(use, f"a leading dimension that is no multiple of {self.rows}")
+        return x.unflatten(0, (self.rows, count))
 
-    def refuse(self, use: Use, why: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f'{self.describe(use)}: {why}; engine="ghost" does not cover it. Use engine="vmap".'
-        )
-
-    def batch_of(self, use: Use, lead: tuple[int, ...]) -> int:
-        """The batch dimension among the leading dimensions ``lead``."""
-        parameters = tuple(sorted({p for d in use.operands.values() for p in d.parameters}))
-        candidates = [i for i, size in enumerate(lead) if size == self.rows]
-        return self.walk.dims.find(
-            (parameters, use.name, len(lead)),
-            candidates,
-            lambda: f"{self.describe(use)} with leading dimensions {lead}",
-        )
+    def refuse(self, use: Use, why: str) -> NotCovered:
+        return NotCovered(use.parameters, f"used by {use.name} with {why}")
 
 
-def examples_first(x: Tensor, batch: int, kept: int) -> Tensor:
-    """``[.., B, .., *rest]``, B at dimension ``batch``, as ``[B, T, *rest]`` with ``kept`` trailing dimensions."""
-    x = x.movedim(batch, 0)
+def _leads(use: Use, scope: Scope, shape: tuple[int, ...]) -> None:
+    """Raises :class:`NotCovered` unless ``shape`` is ``[B, ...]``."""
+    if shape[:1] != (scope.rows,):
+        raise scope.refuse(use, f"shape {shape}, whose leading dimension is not {scope.rows}")
+
+
+def _positions(x: Tensor, kept: int) -> Tensor:
+    """``[B, .., *rest]`` as ``[B, T, *rest]`` with ``kept`` trailing dimensions."""
     lead = x.dim() - kept
     return x.unsqueeze(1) if lead == 1 else x.flatten(1, lead - 1)
 
 
-def reduce_to(grad: Tensor, shape: tuple[int, ...], batch: int) -> Tensor:
-    """Undoes broadcasting for each example: gradients in the broadcast shape to ``[B, *shape]``."""
-    grad = grad.movedim(batch, 0).unsqueeze(batch + 1)
-    lacking = grad.dim() - 1 - len(shape)
-    own = (1,) * lacking + shape
+def reduce_to(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Undoes broadcasting for each example: ``[B, ...]`` in the broadcast shape to ``[B, *shape]``."""
+    grad = grad.unsqueeze(1)
+    own = (1,) * (grad.dim() - 1 - len(shape)) + shape
     over = [i + 1 for i, size in enumerate(own) if size == 1 and grad.shape[i + 1] != 1]
     if over:
         grad = grad.sum(dim=over, keepdim=True)
     return grad.reshape(grad.shape[0], *shape)
-
-
-def _lead(use: Use, scope: Scope, rows: int) -> tuple[int, ...]:
-    """The leading dimensions that were flattened into rows, from how the output or the input is viewed."""
-    found: list[tuple[int, ...]] = []
-    for shape in use.views:
-        for cut in range(1, len(shape)):
-            if math.prod(shape[:cut]) == rows:
-                found.append(shape[:cut])
-                break
-    with_batch = [lead for lead in found if scope.rows in lead]
-    if with_batch:
-        return with_batch[0]
-    if rows == scope.rows or not found:
-        return (rows,)
-    return found[0]
-
-
-def _rows_first(use: Use, scope: Scope, matrices: list[Tensor]) -> list[Tensor]:
-    """Matrices ``[R, d]`` whose rows are the same positions, as ``[B, T, d]``."""
-    lead = _lead(use, scope, matrices[0].shape[0])
-    batch = scope.batch_of(use, lead)
-    if len(lead) == 1:
-        return [m.unsqueeze(1) for m in matrices]
-    return [examples_first(m.reshape(*lead, m.shape[1]), batch, 1) for m in matrices]
 
 
 def _bias(use: Use, scope: Scope, derived: Derived, grad: Tensor) -> Term:
@@ -114,15 +84,15 @@ def matrix_product(use: Use, scope: Scope, grad: Tensor) -> Terms:
     node = use.node
     first = 1 if use.name == "AddmmBackward0" else 0  # position of X
     if first in use.operands:
-        raise scope.refuse(use, "the parameter is the left factor")
+        raise scope.refuse(use, "the parameter as its left factor")
     alpha, beta = (node._saved_alpha, node._saved_beta) if first else (1, 1)
     terms: Terms = {}
     if first + 1 in use.operands:
         x = node._saved_mat1 if first else node._saved_self
-        x, g = _rows_first(use, scope, [x, grad])
+        x, g = scope.apart(use, x), scope.apart(use, grad)
         terms[first + 1] = Outer(x, g if alpha == 1 else g * alpha, scope.dtype)
     else:
-        (g,) = _rows_first(use, scope, [grad])
+        g = scope.apart(use, grad)
     if first and 0 in use.operands:
         terms[0] = _bias(use, scope, use.operands[0], g if beta == 1 else g * beta)
     return terms
@@ -131,35 +101,34 @@ def matrix_product(use: Use, scope: Scope, grad: Tensor) -> Terms:
 def batched_product(use: Use, scope: Scope, grad: Tensor) -> Terms:
     """``X W`` with leading dimension 1 (einsum makes these)."""
     if 1 not in use.operands or 0 in use.operands or use.shape[0] != 1:
-        raise scope.refuse(use, "a batched matrix product with the parameter")
-    use.views = [shape[1:] if shape[0] == 1 and len(shape) > 2 else shape for shape in use.views]
-    x, g = _rows_first(use, scope, [use.node._saved_self[0], grad[0]])
-    outer = Outer(x, g, scope.dtype)
-    return {1: Reshaped(outer, use.operands[1].shape)}
+        raise scope.refuse(use, "a batch of matrices")
+    x, g = scope.apart(use, use.node._saved_self[0]), scope.apart(use, grad[0])
+    return {1: Reshaped(Outer(x, g, scope.dtype), use.operands[1].shape)}
 
 
 def matrix_vector(use: Use, scope: Scope, grad: Tensor) -> Terms:
     """``X v`` with X ``[R, p]`` of the data."""
     if 1 not in use.operands or 0 in use.operands:
-        raise scope.refuse(use, "the parameter is the left factor")
-    x, g = _rows_first(use, scope, [use.node._saved_self, grad[:, None]])
+        raise scope.refuse(use, "the parameter as its left factor")
+    x, g = scope.apart(use, use.node._saved_self), scope.apart(use, grad[:, None])
     return {1: Dense(torch.bmm(g.transpose(1, 2).to(scope.dtype), x.to(scope.dtype))[:, 0])}
 
 
 def convolution(use: Use, scope: Scope, grad: Tensor) -> Terms:
     node = use.node
-    scope.batch_of(use, use.shape[:1])
-    terms: Terms = {}
     if 0 in use.operands:
-        raise scope.refuse(use, "the parameter is the input")
+        raise scope.refuse(use, "the parameter as its input")
+    own = scope.apart(use, grad)  # [B, k, O, ...]
+    terms: Terms = {}
     if 1 in use.operands:
         spec = ConvolutionSpec(
             use.operands[1].shape, node._saved_stride, node._saved_padding, node._saved_dilation,
             node._saved_transposed, node._saved_output_padding, node._saved_groups,
         )  # fmt: skip
-        terms[1] = Convolution(node._saved_input, grad, spec, scope.dtype)
+        terms[1] = Convolution(node._saved_input, grad, spec, scope.dtype, own.shape[1])
     if 2 in use.operands:
-        terms[2] = Dense(grad.flatten(2).sum(dim=2, dtype=scope.dtype))
+        total = grad.flatten(2).sum(dim=2, dtype=scope.dtype)
+        terms[2] = Dense(total if own.shape[1] == 1 else scope.apart(use, total).sum(dim=1))
     return terms
 
 
@@ -167,17 +136,17 @@ def lookup(use: Use, scope: Scope, grad: Tensor) -> Terms:
     """Rows of a table by index: ``F.embedding``, ``table[index]``."""
     node, derived = use.node, use.operands[0]
     index = lookup_index(node, use.name)
-    batch = scope.walk.lookup_batch(node, use.name, derived)
+    if index is None or index.dtype == torch.bool:
+        raise scope.refuse(use, "an index that is not one of whole rows")
+    _leads(use, scope, tuple(index.shape))
     width = math.prod(derived.shape[1:])
-    values = examples_first(grad.reshape(*index.shape, width), batch, 1)
-    index = examples_first(index, batch, 0)
+    values = _positions(grad.reshape(*index.shape, width), 1)
+    index = _positions(index, 0)
     if use.name == "EmbeddingBackward0":
         if node._saved_scale_grad_by_freq:
-            raise scope.refuse(use, "scale_grad_by_freq counts over the whole batch")
+            raise scope.refuse(use, "scale_grad_by_freq")
         if node._saved_padding_idx >= 0:
             values = values.masked_fill((index == node._saved_padding_idx)[..., None], 0)
-    elif index.dtype == torch.bool:
-        raise scope.refuse(use, "a boolean mask selects rows")
     height = derived.shape[0]
     rows = Rows(index.remainder(height), values, height, scope.dtype)
     return {0: rows if len(derived.shape) == 2 else Reshaped(rows, derived.shape)}
@@ -188,17 +157,15 @@ def layer_norm(use: Use, scope: Scope, grad: Tensor) -> Terms:
     node = use.node
     kept = len(node._saved_normalized_shape)
     if 0 in use.operands:
-        raise scope.refuse(use, "the parameter is the input")
-    lead = use.shape[:-kept]
-    lead = _lead(use, scope, lead[0]) if len(lead) == 1 else lead
-    batch = scope.batch_of(use, lead)
+        raise scope.refuse(use, "the parameter as its input")
+    _leads(use, scope, use.shape[: len(use.shape) - kept])
     terms: Terms = {}
     grad = grad.to(scope.dtype)
     if 1 in use.operands:
         normal = (node._saved_input.to(scope.dtype) - node._saved_result1).mul_(node._saved_result2).mul_(grad)
-        terms[1] = Dense(examples_first(normal.view(*lead, *use.shape[-kept:]), batch, kept).sum(dim=1))
+        terms[1] = Dense(_positions(normal, kept).sum(dim=1))
     if 2 in use.operands:
-        terms[2] = Dense(examples_first(grad.reshape(*lead, *use.shape[-kept:]), batch, kept).sum(dim=1))
+        terms[2] = Dense(_positions(grad, kept).sum(dim=1))
     return terms
 
 
@@ -206,8 +173,7 @@ def group_norm(use: Use, scope: Scope, grad: Tensor) -> Terms:
     """weight, per channel of group j: (sum grad x - mean_j sum grad) / std_j, as PyTorch itself computes it."""
     node = use.node
     if 0 in use.operands:
-        raise scope.refuse(use, "the parameter is the input")
-    scope.batch_of(use, use.shape[:1])
+        raise scope.refuse(use, "the parameter as its input")
     shape = (node._saved_N, node._saved_C, -1)
     grad = grad.to(scope.dtype).reshape(shape)
     total = grad.sum(dim=2)
@@ -217,9 +183,9 @@ def group_norm(use: Use, scope: Scope, grad: Tensor) -> Terms:
         mean, scale = (x.to(scope.dtype).view(per_group) for x in (node._saved_result1, node._saved_result2))
         with_x = (grad * node._saved_input.reshape(shape)).sum(dim=2)
         weight = (with_x.view(per_group) - mean * total.view(per_group)) * scale
-        terms[1] = Dense(weight.reshape(total.shape))
+        terms[1] = Dense(scope.apart(use, weight.reshape(total.shape)).sum(dim=1))
     if 2 in use.operands:
-        terms[2] = Dense(total)
+        terms[2] = Dense(scope.apart(use, total).sum(dim=1))
     return terms
 
 
@@ -227,19 +193,18 @@ def batch_norm(use: Use, scope: Scope, grad: Tensor) -> Terms:
     """With running statistics only: an affine map of each example."""
     node = use.node
     if node._saved_training:
-        raise UnsupportedModelError(
-            f"{scope.describe(use)}: BatchNorm in training mode mixes examples, and its running statistics leave "
-            f"the model without noise. Use nn.GroupNorm, or put the layer in eval()."
-        )
-    scope.batch_of(use, use.shape[:1])
+        raise scope.refuse(use, "statistics of its input")
+    if 0 in use.operands:
+        raise scope.refuse(use, "the parameter as its input")
     grad = grad.to(scope.dtype).reshape(*use.shape[:2], -1)
     terms: Terms = {}
     if 1 in use.operands:
         mean, var = (x.to(scope.dtype)[:, None] for x in (node._saved_running_mean, node._saved_running_var))
         x = node._saved_input.to(scope.dtype).reshape(grad.shape)
-        terms[1] = Dense(((x - mean).mul_(grad).sum(dim=2)) * torch.rsqrt(var + node._saved_eps)[:, 0])
+        weight = ((x - mean).mul_(grad).sum(dim=2)) * torch.rsqrt(var + node._saved_eps)[:, 0]
+        terms[1] = Dense(scope.apart(use, weight).sum(dim=1))
     if 2 in use.operands:
-        terms[2] = Dense(grad.sum(dim=2))
+        terms[2] = Dense(scope.apart(use, grad.sum(dim=2)).sum(dim=1))
     return terms
 
 
@@ -275,28 +240,13 @@ def partial(use: Use, operand: int, grad: Tensor) -> Tensor:
 
 def broadcast(use: Use, scope: Scope, grad: Tensor) -> Terms:
     """Broadcasting operations: gradients in the broadcast shape, summed for each example."""
+    _leads(use, scope, use.shape)
     terms: Terms = {}
     for operand, derived in use.operands.items():
-        batch = scope.walk.broadcast_batch(use.node, use.name, derived)
-        value = partial(use, operand, grad).to(scope.dtype)
-        terms[operand] = Dense(reduce_to(value, derived.shape, batch))
+        if len(derived.shape) == len(use.shape) and derived.shape[0] != 1:
+            raise scope.refuse(use, f"the parameter in shape {derived.shape}, along the examples")
+        terms[operand] = Dense(reduce_to(partial(use, operand, grad).to(scope.dtype), derived.shape))
     return terms
-
-
-def repeat(use: Use, scope: Scope, grad: Tensor) -> Terms:
-    """``parameter.repeat(B, 1, ...)``."""
-    derived = use.operands[0]
-    repeats = tuple(use.node._saved_repeats)
-    own = (1,) * (len(repeats) - len(derived.shape)) + derived.shape
-    # [r0, s0, r1, s1, ...]: summed over all r except the batch
-    grad = grad.reshape([n for pair in zip(repeats, own, strict=True) for n in pair]).to(scope.dtype)
-    batch = scope.walk.repeat_batch(use.node, use.name, derived)
-    others = [2 * i for i, r in enumerate(repeats) if i != batch and r != 1]
-    grad = grad.movedim(2 * batch, 0)
-    others = [i + 1 if i < 2 * batch else i for i in others]
-    if others:
-        grad = grad.sum(dim=others)
-    return {0: Dense(grad.reshape(scope.rows, *derived.shape))}
 
 
 @dataclass
@@ -326,9 +276,6 @@ class Reshaped(Term):
     def discard(self, examples: Tensor) -> None:
         self.term.discard(examples)
 
-    def folded(self, views: int) -> Reshaped:
-        return Reshaped(self.term.folded(views), self.shape)
-
 
 RULES: dict[str, Callable[[Use, Scope, Tensor], Terms]] = {
     "AddmmBackward0": matrix_product,
@@ -338,12 +285,10 @@ RULES: dict[str, Callable[[Use, Scope, Tensor], Terms]] = {
     "ConvolutionBackward0": convolution,
     "EmbeddingBackward0": lookup,
     "IndexBackward0": lookup,
-    "IndexSelectBackward0": lookup,
     "NativeLayerNormBackward0": layer_norm,
     "NativeGroupNormBackward0": group_norm,
     "NativeBatchNormBackward0": batch_norm,
     "CudnnBatchNormBackward0": batch_norm,
     "ExpandBackward0": broadcast,
-    "RepeatBackward0": repeat,
     **dict.fromkeys(ELEMENTWISE, broadcast),
 }

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from lightning_lap2.gradients.ghost.numerics import row_squares
 from lightning_lap2.gradients.ghost.terms import Dense, Outer, Term, scratch_examples
+from lightning_lap2.gradients.physical import quiet_fallback
 
 Node = Any  # torch.autograd.graph.Node; its saved tensors are attributes that type checkers do not know
 
@@ -95,11 +97,9 @@ class Pulled(Term):
         self._cover: Tensor | None = None
 
     def _pull(self, grad: Tensor) -> Tensor:
-        total = torch.zeros(self.shape, dtype=self.dtype, device=grad.device)
-        for leaf, value in pull_back(self.derived.node, self.derived.output, grad.view(self.derived.shape)):
-            if leaf is self.parameter:
-                total += value
-        return total
+        leaves = pull_back(self.derived.node, self.derived.output, grad.reshape(self.derived.shape))
+        own = [value.to(self.dtype) for leaf, value in leaves if leaf is self.parameter]
+        return sum(own[1:], own[0]) if own else grad.new_zeros(self.shape, dtype=self.dtype)
 
     def cover(self) -> Tensor:
         """How often the derived tensor holds each entry of the parameter; only for ``Form.COPIED``."""
@@ -124,13 +124,12 @@ class Pulled(Term):
         out += self._pull(grad)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        return torch.stack([self._pull(grad) for grad in self.term.rows(start, stop)])
+        with quiet_fallback():
+            pulled: Tensor = vmap(self._pull)(self.term.rows(start, stop))
+        return pulled
 
     def discard(self, examples: Tensor) -> None:
         self.term.discard(examples)
-
-    def folded(self, views: int) -> Pulled:
-        return Pulled(self.term.folded(views), self.derived, self.parameter, self.dtype)
 
 
 def squares_by_rows(terms: list[Term]) -> Tensor:

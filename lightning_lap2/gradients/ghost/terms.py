@@ -60,19 +60,9 @@ class Term(ABC):
         """Makes the gradients of these examples (indices, ``[K]``) zero: a weight of 0 does not, since 0 * nan is
         nan."""
 
-    @abstractmethod
-    def folded(self, views: int) -> Term:
-        """The gradients of B / ``views`` examples, each the sum of ``views`` consecutive ones of these: several views
-        of a record are more positions of one example."""
-
     def compact(self) -> Term:
         """The same gradients in the form that is cheapest to keep."""
         return self
-
-
-def fold_rows(x: Tensor, views: int) -> Tensor:
-    """``[B views, T, ...] -> [B, views T, ...]``."""
-    return x.unflatten(0, (-1, views)).flatten(1, 2)
 
 
 def zero_rows(x: Tensor, examples: Tensor, dim: int = 0) -> Tensor:
@@ -114,10 +104,6 @@ class Dense(Term):
 
     def discard(self, examples: Tensor) -> None:
         self.grads = zero_rows(self.grads, examples)
-
-    def folded(self, views: int) -> Dense:
-        wide = torch.float64 if self.grads.dtype == torch.float64 else torch.float32
-        return Dense(self.grads.unflatten(0, (-1, views)).sum(dim=1, dtype=wide))
 
 
 @dataclass
@@ -199,9 +185,6 @@ class Outer(Term):
     def discard(self, examples: Tensor) -> None:
         self.left, self.right = zero_rows(self.left, examples), zero_rows(self.right, examples)
 
-    def folded(self, views: int) -> Outer:
-        return Outer(fold_rows(self.left, views), fold_rows(self.right, views), self.dtype)
-
 
 _TOUCH = 24
 
@@ -275,9 +258,6 @@ class Rows(Term):
 
     def discard(self, examples: Tensor) -> None:
         self.values = zero_rows(self.values, examples)
-
-    def folded(self, views: int) -> Rows:
-        return Rows(fold_rows(self.index, views), fold_rows(self.values, views), self.height, self.dtype)
 
 
 def _without_tf32(device: torch.device) -> AbstractContextManager[None]:
@@ -390,6 +370,3 @@ class Convolution(Term):
     def discard(self, examples: Tensor) -> None:
         rows = (examples[:, None] * self.views + torch.arange(self.views, device=examples.device)).flatten()
         self.x, self.grad = zero_rows(self.x, rows), zero_rows(self.grad, rows)
-
-    def folded(self, views: int) -> Convolution:
-        return Convolution(self.x, self.grad, self.spec, self.dtype, self.views * views)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_lap2.gradients import FlatClipper, ParameterLayout, StepCall, UnsupportedModelError
 from lightning_lap2.gradients.ghost import GhostEngine
 from tests.gradients.ghost.oracle import Recording, Step, assert_equals_loop, per_example
+from tests.zoo.compare import Weights
 
 B = 6
 
@@ -89,21 +92,17 @@ def test_output_is_that_of_the_step_detached() -> None:
 
 def test_empty_draw_and_none_add_nothing() -> None:
     module, (x, y) = small()
-    calls = []
 
-    class Counting(Step):
+    class Silent(Step):
         def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
-            calls.append(len(batch[0]))
-            return None if len(batch[0]) == 2 else super().training_step(batch)
+            return None
 
-    counting = Counting(module.net)
-    output, total = run(counting, (x[:1], y[:1]), count=0)
+    output, total = run(module, (x[:1], y[:1]), count=0)
     assert output is not None
     assert not total.any()
-    output, total = run(counting, (x[:2], y[:2]), count=2)
+    output, total = run(Silent(module.net), (x[:2], y[:2]), count=2)
     assert output is None
     assert not total.any()
-    assert calls == [1, 2]
 
 
 def test_one_example() -> None:
@@ -141,6 +140,36 @@ def test_bf16_autocast_keeps_norms_and_sums_in_fp32() -> None:
         assert abs(only.double().norm() - 1) < 1e-6
 
 
+def test_autocast_inside_the_step() -> None:
+    """Casts lie between parameters and their uses; the sum is of exactly the gradients whose norms were taken."""
+    torch.manual_seed(0)
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patch, self.norm = nn.Conv1d(4, 16, 1), nn.LayerNorm(16)
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+            self.head, self.cls = nn.Linear(16, 3), nn.Parameter(torch.randn(1, 1, 16))
+
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+            x, y = batch
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.patch(x).transpose(1, 2)
+                x = self.norm(torch.cat([self.cls.expand(len(x), -1, -1).to(x.dtype), x], 1))
+                x = x + self.attention(x, x, x, need_weights=False)[0]
+                return F.cross_entropy(self.head(x[:, 0]), y)
+
+    module, batch = Cast(), (torch.randn(B, 4, 5), torch.randint(0, 3, (B,)))
+    layout = ParameterLayout(module)
+    reference = per_example(module, layout, batch)
+    for index in range(B):
+        total, clipper = layout.zeros(), Weights(torch.eye(B)[index])
+        GhostEngine(module).accumulate(StepCall((batch, 0), B), layout, clipper, total)
+        assert (total - reference[index]).norm() / reference[index].norm() < 0.03
+        norm = clipper.seen[:, index].norm()
+        torch.testing.assert_close(total.double().norm(), norm, rtol=1e-6, atol=0)
+
+
 def test_norms_of_cancelling_positions() -> None:
     """Positions whose contributions all but cancel: fp32 Gram matrices alone would lose the norm."""
     torch.manual_seed(0)
@@ -162,17 +191,53 @@ def test_norms_of_cancelling_positions() -> None:
 
 
 def test_dropout_is_drawn_once_for_norms_and_sum() -> None:
+    """Equal records with unlike masks: each one's sum has the norm that it was said to have."""
     torch.manual_seed(0)
     module = Step(nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.ReLU(), nn.Linear(64, 3)))
     module.train()
-    x, y = torch.randn(1, 8).expand(B, 8), torch.zeros(B, dtype=torch.long)
-    layout, total, clipper = ParameterLayout(module), ParameterLayout(module).zeros(), Recording(1e9)
-    torch.manual_seed(3)
-    GhostEngine(module).accumulate(StepCall(((x, y), 0), B), layout, clipper, total)
-    torch.manual_seed(3)
-    grads = torch.autograd.grad(module.training_step((x, y)), layout.parameters)
-    torch.testing.assert_close(total, B * layout.flatten(grads), rtol=1e-5, atol=1e-6)
-    assert len(clipper.norms.sum(0).unique()) > 1  # equal records, unlike masks
+    batch = (torch.randn(1, 8).expand(B, 8), torch.zeros(B, dtype=torch.long))
+    layout = ParameterLayout(module)
+    seen = []
+    for index in range(B):
+        total, clipper = layout.zeros(), Weights(torch.eye(B)[index])
+        GhostEngine(module).accumulate(StepCall((batch, 0), B, key=b"the same"), layout, clipper, total)
+        norms = clipper.seen.norm(dim=0)
+        torch.testing.assert_close(total.double().norm(), norms[index], rtol=1e-6, atol=0)
+        seen.append(norms)
+    assert all(torch.equal(norms, seen[0]) for norms in seen)
+    assert len(seen[0].unique()) == B
+
+
+def test_a_second_forward_pass_draws_what_the_first_one_drew() -> None:
+    """A parameter has to be spread: the step runs once more, and nothing of the first pass is left."""
+    torch.manual_seed(0)
+
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.form, self.calls, self.drawn = nn.Bilinear(6, 6, 3), 0, []
+
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+            self.calls += 1
+            self.drawn = [*self.drawn, random.random(), float(np.random.rand())]  # noqa: NPY002
+            x, y = batch
+            return F.cross_entropy(self.form(F.dropout(x, 0.5), x), y)
+
+    module = Drawing()
+    engine, batch = GhostEngine(module), (torch.randn(B, 6), torch.randint(0, 3, (B,)))
+    layout, totals, drawn = ParameterLayout(module), [], []
+    before = random.getstate(), torch.get_rng_state()
+    for _ in range(2):  # the first call runs twice, the second knows
+        totals.append(layout.zeros())
+        call = StepCall((batch, 0), B, key=b"the same")
+        engine.accumulate(call, layout, FlatClipper(1.0), totals[-1])
+        drawn.append(module.drawn)
+        module.drawn = []
+    assert module.calls == 2
+    assert drawn[0] == drawn[1]
+    assert torch.equal(*totals)
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
 
 
 def test_module_is_left_as_it_was() -> None:
@@ -188,29 +253,53 @@ def test_module_is_left_as_it_was() -> None:
 
 
 def test_sequence_length_equal_to_the_batch_size() -> None:
-    """Sizes decide where they can; what they decided before holds where they cannot."""
+    """No size decides anything."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     module = Step(nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 4)))
     engine = GhostEngine(module)
-    for length in (7, B):
+    for length in (B, 7, B, 2 * B):
         batch = (torch.randn(B, length, 6), torch.randint(0, 4, (B, length)))
         assert_equals_loop(module, batch, engine=engine)
 
 
-def test_a_first_sight_that_sizes_cannot_decide_is_refused() -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("chunk", [1, 2, 4, B, 100])
+def test_chunks_change_nothing(chunk: int) -> None:
+    module, batch = small()
+    expected = assert_equals_loop(module, batch)
+    clipper = Weights(torch.linspace(0.5, 1.5, B))
+    layout = ParameterLayout(module)
+    whole, parts = layout.zeros(), layout.zeros()
+    GhostEngine(module).accumulate(StepCall((batch, 0), B), layout, Weights(clipper.given), whole)
+    output = GhostEngine(module, chunk_size=chunk).accumulate(StepCall((batch, 0), B), layout, clipper, parts)
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output, module.training_step(batch).detach())
+    assert clipper.seen.shape == (len(layout.parameters), B)
+    assert expected.shape == whole.shape
 
-    class Growing(Step):
+
+def test_a_later_chunk_that_is_refused_adds_nothing() -> None:
+    class Second(Step):
+        calls = 0
+
         def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
-            x, y = batch
-            return F.cross_entropy(self.net[1 if len(x) == 4 else 0](x).flatten(0, 1), y.flatten())
+            Second.calls += 1
+            if Second.calls == 2:
+                float(batch[0].sum())
+            return super().training_step(batch)
 
-    module = Growing(nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]))
-    engine = GhostEngine(module)
-    run(module, (torch.randn(B, 4, 6), torch.randint(0, 3, (B, 4))), engine=engine)
-    with pytest.raises(UnsupportedModelError, match=r"net\.1\.bias.* all have the size of the batch \(4\)"):
-        run(module, (torch.randn(4, 4, 6), torch.randint(0, 3, (4, 4))), 4, engine=engine)
+    torch.manual_seed(0)
+    module = Second(nn.Linear(6, 3))
+    with pytest.raises(UnsupportedModelError, match="reads the value"):
+        run(module, (torch.randn(B, 6), torch.randint(0, 3, (B,))), engine=GhostEngine(module, chunk_size=3))
+    Second.calls = 0
+    layout = ParameterLayout(module)
+    total = layout.zeros()
+    with pytest.raises(UnsupportedModelError):
+        GhostEngine(module, chunk_size=3).accumulate(
+            StepCall(((torch.randn(B, 6), torch.randint(0, 3, (B,))), 0), B), layout, FlatClipper(1.0), total
+        )
+    assert not total.any()
 
 
 class Folded(nn.Module):
@@ -246,6 +335,14 @@ class Unknown(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.bilinear(x, x)
+
+
+class Similar(Step):
+    """Compares the rows of its batch with each other: here those of one example."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        z = self.net(batch[0])
+        return (z @ z.t()).sum() / len(z)
 
 
 class MaxNorm(nn.Module):
@@ -293,75 +390,54 @@ class LastLoss(Step):
         return loss
 
 
-class Counter(Step):
-    """Counts its calls, and makes a mask on first use: neither holds data."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__(net)
-        self.calls = 0
-
-    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
-        self.calls += 1
-        if not hasattr(self, "mask"):
-            self.mask = torch.ones(batch[0].shape[1])
-        return super().training_step((batch[0] * self.mask, batch[1]))
-
-
-def test_counters_and_masks_made_on_first_use_have_their_plain_effect() -> None:
-    module = Counter(nn.Linear(6, 3))
-    run(module, (torch.randn(B, 6), torch.randint(0, 3, (B,))))
-    calls = module.calls
-    run(module, (torch.randn(B, 6), torch.randint(0, 3, (B,))))
-    assert module.calls == 2 * calls
-
-
 class FunctionalMaxNorm(MaxNorm):
     def forward(self, x: Tensor) -> Tensor:
         return F.embedding(x.argmax(1) % 5, self.tokens.weight, max_norm=0.1)
 
 
 @pytest.mark.parametrize(
-    ("module", "x", "words"),
+    ("module", "x"),
     [
-        (Step(Folded()), (8, 6), r"'net\.layer\.weight'.*no dimension has the size of the batch"),
-        (Penalised(nn.Sequential(nn.Linear(6, 3))), (6,), r"weight penalty.*weight decay"),
-        (Step(Checkpointed(True)), (6,), r"use_reentrant=True.*engine=.loop"),
-        (Step(Checkpointed(False)), (6,), r"activation checkpointing.*engine=.loop"),
-        (Step(Unknown()), (6,), r"'net\.bilinear\.weight'.*engine=.vmap"),
-        (Step(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))), (6,), r"BatchNorm1d 'net\.1'.*nn.GroupNorm"),
-        (RunningLoss(nn.Linear(6, 3)), (6,), r"training_step writes self\.running.*past the clipping"),
-        (Bank(nn.Linear(6, 3)), (6,), r"training_step writes self\.bank\[0\]"),
-        (LastLoss(nn.Linear(6, 3)), (6,), r"training_step writes self\.last,"),
-        (Step(FunctionalMaxNorm(None)), (6,), r"training_step writes self\.net\.tokens\.weight"),
-        (Step(MaxNorm()), (6,), r"Embedding 'net\.tokens'.*max_norm"),
+        (Step(Folded()), (8, 6)),
+        (Penalised(nn.Sequential(nn.Linear(6, 3))), (6,)),
+        (Step(Checkpointed(False)), (6,)),
+        (Step(Unknown()), (6,)),
+        (Similar(nn.Linear(6, 3)), (6,)),
     ],
-    ids=[
-        "folded",
-        "penalty",
-        "reentrant",
-        "checkpoint",
-        "bilinear",
-        "batch norm",
-        "running",
-        "bank",
-        "last loss",
-        "functional",
-        "max_norm",
-    ],
+    ids=["folded", "penalty", "checkpoint", "bilinear", "among themselves"],
 )
-def test_refusals_name_the_parameter_and_the_way_out(module: nn.Module, x: tuple[int, ...], words: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=words):
-        run(module, (torch.randn(B, *x), torch.randint(0, 3, (B,))))
-    assert all(p.grad is None and p.requires_grad for p in module.parameters())
-
-
-def test_a_batch_dimension_that_moves_is_refused() -> None:
+def test_what_a_batch_gradient_could_not_tell_apart(module: nn.Module, x: tuple[int, ...]) -> None:
+    """Each example has its own loss, so windows in the batch, penalties and products of the batch's rows are as good as
+    anything else; checkpoints keep their activations."""
     torch.manual_seed(0)
-    module = Step(nn.Sequential(nn.Linear(6, 3)))
-    engine = GhostEngine(module)
-    run(module, (torch.randn(B, 4, 6), torch.randint(0, 3, (B, 4))), engine=engine)
-    with pytest.raises(UnsupportedModelError, match=r"first batches had it along \[0\]"):
-        run(module, (torch.randn(8, 4, 6), torch.randint(0, 3, (8, 4))), 4, engine=engine)
+    assert_equals_loop(module, (torch.randn(B, *x), torch.randint(0, 3, (B,))))
+
+
+def test_reentrant_checkpoints_are_as_good_as_others() -> None:
+    torch.manual_seed(0)
+    net = Checkpointed(reentrant=False)
+    batch = (torch.randn(B, 6), torch.randint(0, 3, (B,)))
+    _, expected = run(Step(net), batch)
+    net.reentrant = True
+    assert torch.equal(run(Step(net), batch)[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Step(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))), r"BatchNorm1d 'net\.1'.*nn.GroupNorm"),
+        (RunningLoss(nn.Linear(6, 3)), r"training_step keeps a tensor.* self\.running"),
+        (Bank(nn.Linear(6, 3)), r"training_step keeps a tensor.* self\.bank\[0\]"),
+        (LastLoss(nn.Linear(6, 3)), r"test_engine\.py:\d+ .*reads the value of a tensor.*engine='auto'"),
+        (Step(FunctionalMaxNorm(None)), r"FunctionalMaxNorm.*embedding_renorm_.*"),
+        (Step(MaxNorm()), r"Embedding 'net\.tokens'.*max_norm"),
+    ],
+    ids=["batch norm", "running", "bank", "last loss", "functional", "max_norm"],
+)
+def test_refusals_name_the_line_and_the_way_out(module: nn.Module, words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        run(module, (torch.randn(B, 6), torch.randint(0, 3, (B,))))
+    assert all(p.grad is None and p.requires_grad for p in module.parameters())
 
 
 def test_written_into_a_view_and_unrelated_losses() -> None:
@@ -388,27 +464,22 @@ def test_written_into_a_view_and_unrelated_losses() -> None:
     assert not run(Other(nn.Linear(2, 2)), (torch.randn(B, 2),))[1].any()
 
 
-def test_a_loss_without_parameters_and_a_chunk_size_are_refused() -> None:
+def test_a_loss_without_parameters_adds_nothing() -> None:
     class Constant(Step):
         def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
-            return torch.ones(())
+            return batch[0].mean()
 
-    with pytest.raises(UnsupportedModelError, match="computed from the parameters"):
-        run(Constant(nn.Linear(2, 2)), (torch.randn(B, 2), torch.zeros(B)))
-    with pytest.raises(ValueError, match="chunk_size=4"):
-        GhostEngine(nn.Linear(2, 2), chunk_size=4)
+    output, total = run(Constant(nn.Linear(2, 2)), (torch.randn(B, 2), torch.zeros(B)))
+    assert output is not None
+    assert not total.any()
 
 
-def test_a_loss_that_mixes_examples_differs_from_the_loop() -> None:
-    """Not visible in the graph: the self-check at fit start is what refuses it."""
-
-    class Similar(Step):
-        def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
-            z = self.net(batch[0])
-            return (z @ z.t()).sum() / len(z)
-
-    module = Similar(nn.Linear(6, 4))
-    layout, x = ParameterLayout(module), torch.randn(B, 6)
-    _, total = run(module, (x,), bound=1e9)
-    expected = per_example(module, layout, (x,)).sum(0)
-    assert (total - expected).norm() > 0.1 * expected.norm()
+def test_l1_norms_and_gradient_canaries_are_refused() -> None:
+    module, batch = small()
+    layout = ParameterLayout(module)
+    clipper = FlatClipper(1.0, norm="l1")
+    with pytest.raises(UnsupportedModelError, match=r"computes l2 norms.*vmap"):
+        GhostEngine(module).accumulate(StepCall((batch, 0), B), layout, clipper, layout.zeros())
+    call = StepCall((batch, 0), B, revise=lambda places, gradients: gradients)
+    with pytest.raises(UnsupportedModelError, match=r"gradient canary.*vmap"):
+        GhostEngine(module).accumulate(call, layout, FlatClipper(1.0), layout.zeros())

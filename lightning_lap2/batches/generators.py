@@ -1,0 +1,82 @@
+"""The random generators that users' code draws from, with secret seeds of their own while it runs.
+
+A record that joins a draw shifts the random numbers of those behind it. With secret, independent numbers that is
+harmless: couple each record's stream, and the others' contributions do not move. Under ``seed_everything(42)`` it is
+not: the numbers are known, and every later dropout mask of the step would move, up to 2 C for each example. So
+training draws from seeds of the operating system; ``seed_everything`` fixes weights and splits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+class Entropy:
+    """Seeds for one batch.
+
+    Args:
+        key: makes them a function of it, for runs that must be repeatable (and are not private towards who knows it);
+            ``None``: fresh from the operating system each time.
+    """
+
+    def __init__(self, key: bytes | None) -> None:
+        self._key, self._taken = key, 0
+        self._last = b""
+
+    def take(self, *, again: bool = False) -> bytes:
+        """32 bytes that were not given before, or the latest ``again``."""
+        if again:
+            return self._last
+        self._taken += 1
+        if self._key is None:
+            self._last = os.urandom(32)
+        else:
+            self._last = hashlib.shake_256(self._key + self._taken.to_bytes(8, "little")).digest(32)
+        return self._last
+
+
+@contextmanager
+def private_generators(entropy: Entropy, device: torch.device | None = None, *, again: bool = False) -> Iterator[None]:
+    """Python's, numpy's and torch's global generators (and the device's) seeded anew inside, afterwards as they were.
+
+    Args:
+        again: as they were seeded the last time.
+    """
+    python, numbers, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
+    accelerator = None
+    if device is not None and device.type == "cuda":
+        accelerator = torch.cuda.get_rng_state(device)
+    try:
+        seed_generators(entropy.take(again=again), device)
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)  # noqa: NPY002
+        torch.default_generator.set_state(cpu)
+        if accelerator is not None:
+            torch.cuda.set_rng_state(accelerator, device)  # type: ignore[arg-type]
+
+
+@contextmanager
+def seeded_generators(seed: int) -> Iterator[None]:
+    """Python's, numpy's and torch's global generators as a function of ``seed``, and afterwards as they were."""
+    with private_generators(Entropy(b"seed" + seed.to_bytes(16, "little"))):
+        yield
+
+
+def seed_generators(secret: bytes, device: torch.device | None = None) -> None:
+    """Seeds Python's, numpy's and torch's global generators, and the device's, from 32 bytes."""
+    random.seed(secret[:16])
+    np.random.seed(np.frombuffer(secret[16:24], np.uint32))  # noqa: NPY002 (users' code draws from it)
+    # not torch.manual_seed, which queues a call (and a stack trace) for every kind of device there is
+    torch.default_generator.manual_seed(int.from_bytes(secret[24:32], "little") >> 1)
+    if device is not None and device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(int.from_bytes(secret[:8], "little") >> 1)

@@ -1,0 +1,165 @@
+"""All of torch's private names that the gradients need, in one place.
+
+Inside ``vmap`` a tensor that differs between examples is a wrapper around a *physical* tensor, which has the examples'
+dimension as well; where it lies is known to the wrapper alone. :func:`apart` and :func:`whole` look through it, and
+:func:`outside` leaves ``vmap`` for a moment, so that one call of torch serves all examples at once.
+
+Nothing here is documented by torch. ``tests/gradients/test_physical.py`` says by name what is missing, or means
+something else, under another version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch._functorch.autograd_function
+import torch._functorch.eager_transforms
+import torch.utils.checkpoint
+from torch import Tensor
+
+_C: Any = torch._C._functorch
+
+current_level: Callable[[], int | None] = _C.maybe_current_level
+"""The number of ``torch.func`` transforms that the running code is in; ``None`` for none."""
+
+is_wrapped: Callable[[Any], bool] = _C.is_functorch_wrapped_tensor
+"""Whether a tensor is inside any ``torch.func`` transform."""
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """The physical tensor under all wrappers."""
+    while is_wrapped(tensor):
+        tensor = _C.get_unwrapped(tensor)
+    return tensor
+
+
+def is_batched(value: Any) -> bool:
+    """Whether ``value`` differs between the examples of the innermost ``vmap``, and of no other transform inside it."""
+    return (
+        isinstance(value, Tensor)
+        and _C.is_batchedtensor(value)
+        and _C.maybe_get_level(value) == _C.maybe_current_level()
+    )
+
+
+def carries_batch(tensor: Tensor) -> bool:
+    """Whether a tensor differs between the examples of any ``vmap``."""
+    while is_wrapped(tensor):
+        if _C.is_batchedtensor(tensor):
+            return True
+        tensor = _C.get_unwrapped(tensor)
+    return False
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The physical tensor ``[B, *shape]`` of a batched one of this ``shape``; only where :func:`is_batched`."""
+    physical: Tensor = _C.get_unwrapped(tensor)
+    dim = _C.maybe_get_bdim(tensor)
+    return physical if dim == 0 else physical.movedim(dim, 0)
+
+
+def whole(physical: Tensor) -> Tensor:
+    """The inverse of :func:`apart`, for the innermost ``vmap``."""
+    batched: Tensor = _C._add_batch_dim(physical, 0, _C.maybe_current_level())
+    return batched
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Inside, the innermost ``vmap`` is left: torch is called for physical tensors."""
+    layer = _C.pop_dynamic_layer_stack()
+    try:
+        yield
+    finally:
+        _C.push_dynamic_layer_stack(layer)
+
+
+recurrent_functions: Any = torch._VF
+"""Where torch's recurrent layers find their functions."""
+
+requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
+"""The flag itself, however ``Tensor.requires_grad`` may be replaced."""
+
+
+@contextmanager
+def quiet_fallback() -> Iterator[None]:
+    """Some operators run example by example inside vmap and would warn; they are right, only slow.
+
+    The switch has no getter; afterwards it stands as torch starts with it. (A warnings filter instead would make
+    Python forget which of the user's warnings it has shown, at every step.)
+    """
+    _C._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        _C._set_vmap_fallback_warning_enabled(True)
+
+
+@contextmanager
+def no_fallback() -> Iterator[None]:
+    """Inside, operators without a batching rule raise. For tests: the switch has no getter either."""
+    _C._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        _C._set_vmap_fallback_enabled(True)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """``owner.name`` is ``value`` inside; afterwards ``owner`` is as it was, an inherited attribute inherited again."""
+    absent = object()
+    before = vars(owner).get(name, absent)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is absent:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """``torch.utils.checkpoint`` calls the function and keeps its activations. The gradients are the same; what would
+    be computed again could not be caught on the way."""
+
+    def generator(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+        yield
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+            return function(*args)
+
+    with ExitStack() as undo:
+        undo.enter_context(replaced(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", generator))
+        undo.enter_context(replaced(torch.utils.checkpoint, "CheckpointFunction", Reentrant))
+        yield
+
+
+@contextmanager
+def replaced_views_of_all(rule: Callable[..., Any], unwrap: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``rule`` is called in place of a batching rule of the user's (``autograd.Function.vmap``,
+    ``torch.library.register_vmap``), and ``unwrap`` by ``torch.func.debug_unwrap``: either would be handed the
+    examples of the whole batch."""
+    with ExitStack() as undo:
+        # what both kinds of rules are handed first; rules that torch generates are not
+        undo.enter_context(replaced(torch._functorch.autograd_function, "VmapInfo", rule))
+        undo.enter_context(replaced(torch._functorch.eager_transforms, "get_unwrapped", unwrap))
+        yield
+
+
+def backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks on its backward pass."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def global_backward_hooks() -> bool:
+    """Whether hooks on the backward pass of every module are registered."""
+    registered = torch.nn.modules.module
+    return bool(registered._global_backward_hooks or registered._global_backward_pre_hooks)

@@ -1,0 +1,177 @@
+"""Torch's private names: here by name what is missing, or means something else, under another version."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import debug_unwrap, vmap
+from torch.utils.checkpoint import checkpoint
+
+from lightning_lap2.gradients import physical
+from lightning_lap2.gradients.ghost.rules import RULES
+
+NAMES = {
+    "torch._C._functorch": [
+        "is_functorch_wrapped_tensor", "get_unwrapped", "is_batchedtensor", "maybe_get_level", "maybe_current_level",
+        "maybe_get_bdim", "_add_batch_dim", "pop_dynamic_layer_stack", "push_dynamic_layer_stack",
+        "_set_vmap_fallback_warning_enabled", "_set_vmap_fallback_enabled",
+    ],
+    "torch._VF": [
+        "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+    ],
+    "torch._functorch.autograd_function": ["VmapInfo"],
+    "torch._functorch.eager_transforms": ["get_unwrapped"],
+    "torch.utils.checkpoint": ["_checkpoint_without_reentrant_generator", "CheckpointFunction"],
+    "torch.nn.modules.module": ["_global_backward_hooks", "_global_backward_pre_hooks"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("home", "name"), [(home, name) for home, names in NAMES.items() for name in names])
+def test_torch_has(home: str, name: str) -> None:
+    if home == "torch._C._functorch":
+        owner: Any = torch._C._functorch  # no module that can be imported by name
+    else:
+        owner = torch._VF if home == "torch._VF" else importlib.import_module(home)
+    assert hasattr(owner, name), f"torch {torch.__version__} has no {home}.{name}"
+
+
+def _inside(look: Callable[[Tensor], Any], x: Tensor, dim: int = 0) -> list[Any]:
+    """What ``look`` says of ``x`` inside ``vmap``."""
+    seen: list[Any] = []
+
+    def function(value: Tensor) -> Tensor:
+        seen.append(look(value))
+        return value
+
+    vmap(function, in_dims=dim)(x)
+    return seen
+
+
+def test_apart_and_whole_are_inverse_wherever_the_examples_lie() -> None:
+    x = torch.randn(4, 3, 2)
+    for dim in range(3):
+        (found,) = _inside(lambda v: (physical.apart(v), physical.is_batched(v), physical.innermost(v)), x, dim)
+        assert torch.equal(found[0], x.movedim(dim, 0))
+        assert found[1]
+        assert found[2] is x
+        back = vmap(lambda v: physical.whole(physical.apart(v)), in_dims=dim)(x)
+        assert torch.equal(back, x.movedim(dim, 0))
+
+
+def test_what_is_batched_is_told_from_what_is_not() -> None:
+    x, constant = torch.randn(4, 3), torch.randn(3)
+    looks = _inside(lambda v: [physical.is_batched(t) for t in (v, constant, v + constant, constant + 1, 3.0)], x)
+    assert looks == [[True, False, True, False, False]]
+    assert not physical.is_batched(x)
+    assert not physical.carries_batch(x)
+
+    def inner(v: Tensor) -> Tensor:
+        # a transform of the user's own around: a call for all examples would be one for its own dimension too
+        seen.append((physical.is_batched(v), physical.carries_batch(v)))
+        return v.sum()
+
+    seen: list[tuple[bool, bool]] = []
+    vmap(lambda v: torch.func.grad(inner)(v))(x)
+    vmap(lambda v: vmap(lambda _: inner(v))(torch.arange(2)))(x)
+    assert seen == [(False, True), (False, True)]
+
+
+def test_outside_calls_torch_for_all_examples_once() -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def function(v: Tensor) -> Tensor:
+        with physical.outside():
+            p = physical.apart(v)
+            calls.append(tuple(p.shape))
+            y = F.linear(p, weight)
+        return physical.whole(y)
+
+    x, weight = torch.randn(4, 3), torch.randn(2, 3, requires_grad=True)
+    y = vmap(function)(x)
+    assert calls == [(4, 3)]
+    torch.testing.assert_close(y, x @ weight.t())
+    assert y.grad_fn.name() == F.linear(x, weight).grad_fn.name()
+
+
+def test_nothing_is_left_replaced_and_inherited_names_are_inherited_again() -> None:
+    class Parent:
+        name = "parent's"
+
+    class Child(Parent):
+        pass
+
+    with physical.replaced(Child, "name", "mine"):
+        assert Child.name == "mine"
+    assert "name" not in vars(Child)
+    with pytest.raises(ValueError, match="mine"), physical.replaced(Parent, "name", "mine"):
+        raise ValueError(Parent.name)
+    assert Parent.name == "parent's"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_are_plain_calls_inside(reentrant: bool) -> None:
+    layer, x, calls = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True), []
+
+    def function(value: Tensor, *, factor: float = 1.0) -> Tensor:
+        calls.append(factor)
+        return torch.tanh(layer(value)) * factor
+
+    options = {} if reentrant else {"factor": 2.0}
+    with physical.plain_checkpoints():
+        y = checkpoint(function, x, use_reentrant=reentrant, **options)
+    y.sum().backward()
+    assert calls == [1.0 if reentrant else 2.0]  # never again in the backward pass
+    expected = torch.autograd.grad((torch.tanh(layer(x)) * calls[0]).sum(), x)[0]
+    torch.testing.assert_close(x.grad, expected)
+    checkpoint(function, x, use_reentrant=reentrant).sum().backward()
+    assert len(calls) == 3
+
+
+def test_debug_unwrap_is_seen() -> None:
+    def refuse(*_: Any) -> Any:
+        raise LookupError("seen")
+
+    with physical.replaced_views_of_all(refuse, refuse), pytest.raises(LookupError, match="seen"):
+        vmap(lambda v: debug_unwrap(v).sum() * v)(torch.randn(3))
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "AddmmBackward0": lambda x, p: torch.addmm(p[0], x, p.t()),
+    "MmBackward0": lambda x, p: x.mm(p.t()),
+    "BmmBackward0": lambda x, p: torch.bmm(x[None], p.t()[None]),
+    "MvBackward0": lambda x, p: x.mv(p[0]),
+    "ConvolutionBackward0": lambda x, p: F.conv1d(x[None], p[:, :, None]),
+    "EmbeddingBackward0": lambda x, p: F.embedding(x.argmax(1), p),
+    "IndexBackward0": lambda x, p: p[x.argmax(1)],
+    "NativeLayerNormBackward0": lambda x, p: F.layer_norm(x, (3,), p[0], p[1]),
+    "NativeGroupNormBackward0": lambda x, p: F.group_norm(x, 1, p[0], p[1]),
+    "NativeBatchNormBackward0": lambda x, p: F.batch_norm(x, torch.zeros(3), torch.ones(3), p[0], p[1]),
+    "ExpandBackward0": lambda x, p: p.expand(2, 3, 3) + x,
+    "AddBackward0": lambda x, p: x + p,
+    "SubBackward0": lambda x, p: x - p,
+    "RsubBackward0": lambda x, p: torch.rsub(x, p),
+    "MulBackward0": lambda x, p: x * p,
+    "DivBackward0": lambda x, p: x / p,
+    "WhereBackward0": lambda x, p: torch.where(x > 0, x, p),
+    "PreluKernelBackward0": lambda x, p: F.prelu(x, p[0]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(RULES.keys() - {"CudnnBatchNormBackward0"}))
+def test_vmap_never_runs_an_operation_that_ghost_has_a_rule_for_one_example_at_a_time(name: str) -> None:
+    """Then its node would hold one example only, whose first dimension might be as long as the batch."""
+    p = torch.randn(3, 3, requires_grad=True)
+    with physical.no_fallback():
+        y = vmap(lambda x: CALLS[name](x, p))(torch.randn(5, 3, 3))
+    assert y.shape[0] == 5
+
+
+def test_the_switch_of_the_fallback_works() -> None:
+    with physical.no_fallback(), pytest.raises(RuntimeError, match="vmap fallback"):
+        vmap(lambda x: F.embedding_bag(x, torch.ones(3, 2)))(torch.zeros(2, 1, 2, dtype=torch.long))

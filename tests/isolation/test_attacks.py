@@ -1,0 +1,550 @@
+"""Code that an honest, creative user might write, each of which once (or nearly) carried one record past the clipping.
+
+Every case must keep the released sum within C of its neighbour's, or be refused by name before the first release. The
+first group are the instances that were met in the field (31 C and 254 C under the engine that ran whole batches).
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset, default_collate
+
+from lightning_lap2.batches import ExampleBatch, split_rows
+from lightning_lap2.errors import UnsupportedModelError, UnsupportedSettingError
+from lightning_lap2.sampling import alone
+from tests.isolation.sensitivity import LIMIT, Attack, N, Plain, Rows
+
+REFUSED = (UnsupportedModelError, UnsupportedSettingError)
+
+# -- fetching ---------------------------------------------------------------------------------------------------------
+
+
+class Fetched(Rows):
+    """``__getitems__`` that does something to the records it fetched together."""
+
+    def together(self, xs: list[Tensor]) -> list[Tensor]:
+        return xs
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        found = [Rows.__getitem__(self, i) for i in indices]
+        return list(zip(self.together([x for x, _ in found]), [y for _, y in found], strict=True))
+
+
+class Standardised(Fetched):
+    def together(self, xs: list[Tensor]) -> list[Tensor]:
+        whole = torch.stack(xs)
+        return list((whole - whole.mean(0)) / (whole.std(0, correction=0) + 1e-2))
+
+
+class FetchedMixup(Fetched):
+    def together(self, xs: list[Tensor]) -> list[Tensor]:
+        if random.random() < 0.7:
+            return [(a + b) / 2 for a, b in zip(xs, xs[::-1], strict=True)]
+        return xs
+
+
+class LoudRescales(Fetched):
+    def together(self, xs: list[Tensor]) -> list[Tensor]:
+        top = max(float(x.abs().max()) for x in xs)
+        return [x / top for x in xs] if top > 10 else xs
+
+
+class LaterEpochs(Fetched):
+    calls = 0
+
+    def together(self, xs: list[Tensor]) -> list[Tensor]:
+        self.calls += 1
+        return [x + xs[-1] for x in xs] if self.calls > 1 else xs
+
+
+class OnlyFullBatches(Fetched):
+    def together(self, xs: list[Tensor]) -> list[Tensor]:
+        return [x - torch.stack(xs).mean(0) for x in xs] if len(xs) == N else xs
+
+
+class SelfMixup(Rows):
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        if index < N - 1 and random.random() < 0.5:
+            other, _ = self[N - 1]
+            x = x + other
+        return x, y
+
+
+class Wrapped(Rows):
+    """Mixes through a data set that it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Rows()
+
+    def __getitem__(self, index: int) -> Any:
+        (x, y), (other, _) = self.base[index], self.base[N - 1]
+        return x + other, y
+
+
+class Retries(Rows):
+    """Gives another record for one that cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) if index % 3 else self[index + 1]
+
+
+class Counting(Rows):
+    """A ramp over the records fetched so far would be a memory; a ramp over epochs is public."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x * random.uniform(0.5, 1.5) + torch.randn(x.shape) * float(np.random.rand()), y  # noqa: NPY002 (what users draw from)
+
+
+DATASETS = {
+    "standardised over the fetched": Standardised,
+    "mixup by random.random": FetchedMixup,
+    "rescaled where one is loud": LoudRescales,
+    "from the second fetch on": LaterEpochs,
+    "only full batches": OnlyFullBatches,
+    "random transforms of its own": Counting,
+    "a subset of such": lambda: Subset(Standardised(), range(N)),
+}
+MIXING_DATASETS = {"self[j]": SelfMixup, "a wrapped data set": Wrapped, "retries": Retries}
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_fetch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Attack(dataset=DATASETS[name]).moved(monkeypatch) <= LIMIT
+
+
+@pytest.mark.parametrize("name", MIXING_DATASETS)
+def test_a_fetch_inside_a_fetch_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedModelError, match="asked for two records while one was fetched"):
+        Attack(dataset=MIXING_DATASETS[name]).moved(monkeypatch)
+
+
+# -- collating --------------------------------------------------------------------------------------------------------
+
+
+def standardise(records: list[Any]) -> Any:
+    x, y = default_collate(records)
+    return (x - x.mean(0)) / (x.std(0, correction=0) + 1e-2), y
+
+
+def numpy_mixup(records: list[Any]) -> Any:
+    x, y = default_collate(records)
+    return (x + x.flip(0), y) if np.random.rand() < 0.4 else (x, y)  # noqa: NPY002
+
+
+def python_mixup(records: list[Any]) -> Any:
+    x, y = default_collate(records)
+    return (x + x[-1:], y) if random.random() < 0.4 else (x, y)
+
+
+def torch_mixup(records: list[Any]) -> Any:
+    x, y = default_collate(records)
+    return x + x[torch.rand(len(x)).argsort()], y
+
+
+def rare(records: list[Any]) -> Any:
+    x, y = default_collate(records)
+    return (x / x.abs().max(), y) if bool((x.abs() > 20).any()) else (x, y)
+
+
+class LaterCollate:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, records: list[Any]) -> Any:
+        self.calls += 1
+        x, y = default_collate(records)
+        return (x + x[-1:], y) if self.calls > 3 and len(records) > 1 else (x, y)
+
+
+class OneBuffer:
+    """Writes every batch into the same memory."""
+
+    def __init__(self) -> None:
+        self.x, self.y = torch.zeros(N, 4), torch.zeros(N)
+
+    def __call__(self, records: list[Any]) -> Any:
+        x, y = default_collate(records)
+        self.x[: len(x)], self.y[: len(x)] = x, y
+        return self.x[: len(x)], self.y[: len(x)]
+
+
+def sort_by_size(records: list[Any]) -> Any:
+    return default_collate(sorted(records, key=lambda record: float(record[0].norm())))
+
+
+def last_label_for_all(records: list[Any]) -> Any:
+    x, y = default_collate(records)
+    return x, y[-1:].expand(len(y))
+
+
+def drop_quiet(records: list[Any]) -> Any:
+    kept = [record for record in records if float(record[0].norm()) > 20]
+    return default_collate(kept or records)
+
+
+def with_copies(records: list[Any]) -> Any:
+    x, y = default_collate(records)
+    return torch.cat([x, x]), torch.cat([y, y])
+
+
+COLLATE = {
+    f.__name__: f
+    for f in (standardise, numpy_mixup, python_mixup, torch_mixup, rare, sort_by_size, last_label_for_all, drop_quiet,
+              with_copies)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*COLLATE, "later", "one buffer"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_collate(name: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if workers and name not in ("standardise", "later"):
+        pytest.skip("two of them show it for workers")
+    function: Any = {"later": LaterCollate, "one buffer": OneBuffer}.get(name, lambda: COLLATE[name])()
+    assert Attack(loader={"collate_fn": function, "num_workers": workers}).moved(monkeypatch) <= LIMIT
+
+
+@pytest.mark.parametrize("name", ["sort_by_size", "drop_quiet", "standardise"])
+def test_collate_of_several_views(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attack = Attack(loader={"collate_fn": COLLATE[name]}, privacy={"augmentations": 2})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that all views are identical
+        assert attack.moved(monkeypatch) <= LIMIT
+
+
+def test_the_measure_sees_a_collate_function_that_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test can fail: collated together, as plain training does, the same function moves the sum further than C."""
+
+    def together(collator: Any, fetched: list[Any]) -> Any:
+        group = split_rows(collator.collate_fn([record for found in fetched for record in found]))
+        return ExampleBatch([group], [range(group.count)])
+
+    monkeypatch.setattr(alone.Collator, "__call__", together)
+    assert Attack(loader={"collate_fn": standardise}).moved(monkeypatch) > 2 * LIMIT
+
+
+# -- to the device ----------------------------------------------------------------------------------------------------
+
+
+class AfterTransfer(Plain):
+    """Mixes on the device, from the second epoch on."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return (x + x.mean(0), y) if self.current_epoch > 0 else batch
+
+
+class BeforeTransfer(Plain):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x + x.flip(0), y
+
+
+class Transfer(Plain):
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        x, y = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return x / x.abs().max(), y
+
+
+class RandomTransfer(Plain):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x[torch.randperm(len(x))] + x, y
+
+
+class Module(L.LightningDataModule):
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x - x.mean(0) * 5, y
+
+
+@pytest.mark.parametrize("module", [AfterTransfer, BeforeTransfer, Transfer, RandomTransfer])
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_transfer(module: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Attack(module).moved(monkeypatch, engine) <= LIMIT
+
+
+def test_transfer_of_a_data_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Attack(datamodule=Module).moved(monkeypatch) <= LIMIT
+
+
+# -- hooks that are handed the batch ----------------------------------------------------------------------------------
+
+
+class InPlace(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        batch[0].sub_(batch[0].mean(0))
+
+
+class Replaced(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        batch[0] = batch[0] / batch[0].abs().max()
+
+
+class ByData(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        batch[0].data[:] = batch[0].data.mean(0)
+
+
+class Numpy(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        batch[0].numpy()[:] += batch[0].numpy()[-1:]
+
+
+class Skips(Plain):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if float(batch[0].abs().max()) > 20 else None
+
+
+class MixupCallback(L.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch > 0:
+            batch[0].add_(batch[0].flip(0))
+
+
+class AppendCallback(L.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        batch[0].resize_(2 * len(batch[0]), batch[0].shape[1])
+
+
+def as_lists(records: list[Any]) -> Any:
+    return list(default_collate(records))
+
+
+@pytest.mark.parametrize("module", [InPlace, Replaced])
+def test_a_hook_that_changes_the_batch_is_refused(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedSettingError, match=f"{module.__name__}.on_train_batch_start"):
+        Attack(module, loader={"collate_fn": as_lists}).moved(monkeypatch)
+
+
+@pytest.mark.parametrize("callback", [MixupCallback, AppendCallback])
+def test_a_callback_that_changes_the_batch_is_refused(callback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedSettingError, match=f"{callback.__name__}.on_train_batch_start"):
+        Attack(callbacks=lambda: [callback()]).moved(monkeypatch)
+
+
+@pytest.mark.parametrize("module", [ByData, Numpy])
+def test_a_hook_that_writes_past_the_versions_reaches_nobody(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Attack(module).moved(monkeypatch) <= LIMIT
+
+
+def test_a_hook_that_skips_by_content_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedSettingError, match="-1"):
+        Attack(Skips).moved(monkeypatch)
+
+
+# -- the step ---------------------------------------------------------------------------------------------------------
+
+
+class Labelled(Plain):
+    """Few records are labelled: a masked mean."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        has = (x[:, 0] > 0).float()
+        return (self.each(x, y) * has).sum() / has.sum()
+
+
+class NanSwitchesOff(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        x, y = batch
+        loss = self.each(torch.where(x.abs() > 20, x * torch.nan, x), y).mean()
+        return None if torch.isnan(loss) else loss
+
+
+class SometimesMixup(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x + x.flip(0) if torch.rand(1) < 0.5 else x, y)
+
+
+class Permuted(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x + x[torch.rand(len(x)).argsort()], y)
+
+
+class Ramped(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        score = self.net(x)
+        return super().loss(x, y) + self.current_epoch * 10 * (score - score.mean()).square().mean()
+
+
+class RareWeight(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        weight = torch.where(x.abs().amax(1) > 20, 500.0, 1.0)
+        return (self.each(x, y) * weight).sum() / weight.sum()
+
+
+class SoftmaxOverBatch(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.each(x, y) * self.net(x)[:, 0].softmax(0)).sum()
+
+
+class Centred(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x - x.mean(0), y)
+
+
+class BatchSize(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x + x[-1:], y) if len(x) == N else super().loss(x, y)
+
+
+class Largest(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x / x.abs().max(), y)
+
+
+class Unique(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) * len(torch.unique(x.round()))
+
+
+class Contrastive(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        score = self.net(x)
+        return nn.functional.cross_entropy(score @ score.T, torch.arange(len(x)))
+
+
+class Hardest(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.each(x, y).topk(1).values.mean()
+
+
+class Cumulative(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x.cumsum(0), y)
+
+
+class Distances(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) + torch.cdist(self.net(x), self.net(x)).mean()
+
+
+class HandMadeNorm(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.net[0](x)
+        hidden = (hidden - hidden.mean(0)) / (hidden.var(0, correction=0) + 1e-3).sqrt()
+        return nn.functional.binary_cross_entropy_with_logits(self.net[2](hidden.tanh())[:, 0], y)
+
+
+class FunctionalNorm(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = nn.functional.batch_norm(self.net[0](x), None, None, training=True)
+        return nn.functional.binary_cross_entropy_with_logits(self.net[2](hidden.tanh())[:, 0], y)
+
+
+class ByEpoch(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x + x.sum(0) if self.current_epoch == 2 else x, y)
+
+
+class Mixing(torch.autograd.Function):
+    """Batches by a rule of its own, which mixes."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return x + x.flip(in_dims[0]), in_dims[0]
+
+
+class OwnRule(Plain):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(Mixing.apply(x), y)
+
+
+KEPT: list[Tensor] = []
+
+
+class Escaped(Plain):
+    """Keeps a tensor outside the module, and uses it in the next step."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        score = self.net(x)
+        loss = super().loss(x, y)
+        if KEPT:
+            loss = loss + (score - KEPT[-1]).square().mean()
+        KEPT.append(score.detach())
+        return loss
+
+
+class Remembers(Plain):
+    """Keeps the last batch's mean on the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().loss(x - self.seen, y)
+        self.seen.data.copy_(x.detach().mean(0))
+        return loss
+
+
+class Centres(Plain):
+    """Class centres from the batch, between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = torch.zeros(4)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x - self.centre, y)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.centre = batch[0].mean(0)
+
+
+class ByBatchIndex(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return self.loss(*batch) * (1 + 10 * batch_idx)  # type: ignore[operator]
+
+
+STEPS = [
+    Labelled, NanSwitchesOff, SometimesMixup, Permuted, Ramped, RareWeight, SoftmaxOverBatch, Centred, BatchSize,
+    Largest, Unique, Contrastive, Hardest, Cumulative, Distances, HandMadeNorm, FunctionalNorm, ByEpoch, OwnRule,
+    Escaped, Remembers, Centres, ByBatchIndex,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize("module", STEPS)
+def test_step(module: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    KEPT.clear()
+    try:
+        moved = Attack(module).moved(monkeypatch, engine)
+    except REFUSED:
+        return
+    assert moved <= LIMIT
+
+
+@pytest.mark.parametrize("module", [ByBatchIndex, Labelled])
+def test_accumulation(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attack = Attack(module, loader={"batch_size": 4}, trainer={"accumulate_grad_batches": 2})
+    assert attack.moved(monkeypatch) <= LIMIT
