@@ -1,4 +1,4 @@
-"""The tables of docs/search.md: noise of a private search's runs, as a multiple of what one run needs.
+"""The tables of docs/private-search.md: noise of a private search's runs, as a multiple of what one run needs.
 
 python -m benchmarks.search_prices            # minutes
 python -m benchmarks.search_prices --mean-runs 10 --grids 2 3

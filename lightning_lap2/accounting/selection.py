@@ -1,4 +1,4 @@
-r"""The price of releasing the best of a random number of runs (docs/search.md has the proofs).
+r"""The price of releasing the best of a random number of runs (docs/private-search.md has the proofs).
 
 Runs are independent and alike; their number K has the generating function f, mean f'(1), and does not depend on the
 data. A run's output y has a rank: let t be the chance that another run does better, t' the same under the neighbouring

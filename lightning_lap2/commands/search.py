@@ -19,7 +19,7 @@ from lightning_lap2.commands.text import markdown, number, strict, up
 if TYPE_CHECKING:
     from lightning_lap2.selection.search import PrivateSearch
 
-DESCRIPTION = """Hyperparameter search whose whole price is within epsilon (docs/search.md).
+DESCRIPTION = """Hyperparameter search whose whole price is within epsilon (docs/private-search.md).
 
 The config names model, data, privacy and trainer as for LightningCLI; privacy holds arguments of Lap2Privacy, but
 not the budget, which is the search's. space gives values for any of them by their dotted names; every combination is

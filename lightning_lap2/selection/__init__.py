@@ -1,4 +1,4 @@
-"""Hyperparameter search whose price is part of epsilon: the best of a random number of runs (docs/search.md).
+"""Hyperparameter search whose price is part of epsilon: the best of a random number of runs (docs/private-search.md).
 
 The names below are loaded on first use, since a search needs torch and Lightning.
 """

@@ -61,8 +61,8 @@ class PrivateSearch:
 
     The number of runs is drawn from a public distribution and kept secret, each run's configuration is drawn from a
     public space with replacement, and only the best run is kept. Then the best costs little more than one run, whatever
-    number was drawn (Papernot and Steinke 2022, arXiv 2110.03620; docs/search.md has the proof). Each run is held to a
-    limit that is fixed beforehand, so configurations may differ in batch size, epochs or model.
+    number was drawn (Papernot and Steinke 2022, arXiv 2110.03620; docs/private-search.md has the proof). Each run is
+    held to a limit that is fixed beforehand, so configurations may differ in batch size, epochs or model.
 
     Args:
         eps: what the whole search may cost, positive and finite.
@@ -76,7 +76,7 @@ class PrivateSearch:
         seed: ``None``: all draws from the operating system's entropy. An integer makes the number of runs and their
             configurations reproducible (the noise is not), and the search not private to whoever knows it.
         plan: ``sample_rate``, ``steps`` and ``dimension`` of a typical run: its noise is then the least that serves.
-            ``None``: a usual one, which takes somewhat more (docs/search.md: about 1 %, up to 6 % for Poisson).
+            ``None``: a usual one, which takes somewhat more (docs/private-search.md: about 1 %, up to 6 % for Poisson).
         callback: ``Lap2Privacy`` of the Lightning namespace that ``train`` uses; ``None``: of ``lightning.pytorch``.
         privacy: further arguments of ``Lap2Privacy`` for every run, such as ``max_grad_norm``.
 

@@ -1,4 +1,4 @@
-"""The tables of docs/search.md."""
+"""The tables of docs/private-search.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search example, its config, and what docs/search.md shows in Python."""
+"""The search example, its config, and what docs/private-search.md shows in Python."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def test_what_the_page_shows_runs(
     data = TensorDataset(torch.randn(60, 5), torch.arange(60) % 3)
     known: dict[str, Any] = {"MyModule": MyModule, "train_dataloader": DataLoader(data, batch_size=20, shuffle=True)}
     known["public_dataloader"] = DataLoader(data, batch_size=20)
-    (block,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "search.md").read_text(), flags=re.M | re.S)
+    page = (ROOT / "docs" / "private-search.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)
     block = block.replace("mean_runs=10", "mean_runs=1, plan={'sample_rate': 1 / 3, 'steps': 30, 'dimension': 18}")
-    exec(compile(block, "search.md", "exec"), known)
+    exec(compile(block, "private-search.md", "exec"), known)
     assert "# Search report" in capsys.readouterr().out
