@@ -42,7 +42,6 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# a venv of its own would install torch once more: the tools are few and pinned to nothing that the tests use
 $(VENV)/.docs: $(VENV)/.runtime
 	$(PIP) --editable ".[docs]"
 	@touch $@
@@ -57,7 +56,7 @@ dist: $(VENV)/.runtime
 	$(PIP) build twine
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python -m twine check --strict dist/*
-	TORCH="$(TORCH)" $(BIN)/python packaging_check.py dist
+	TORCH="$(TORCH)" $(BIN)/python .ci/try_dist.py dist
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks

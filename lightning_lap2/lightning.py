@@ -46,6 +46,9 @@ class Lap2Privacy(Lap2Core, pl.Callback):
         assume_nothing_spent: resume from a checkpoint that holds no ledger, declaring that its training spent
             nothing of this data's budget.
         allow_feedback: let schedulers and callbacks watch values computed from training data without noise.
+        public_state: names of attributes of the module (``"scale"``, ``"net.centres"``) and of settings
+            (``"param_groups"``, ``"should_stop"``, ``"max_epochs"``) that hooks change and that you vouch hold nothing
+            of the training records. The report names them.
         target_quantile: of adaptive clipping, in (0, 1): the fraction of gradients that C is to leave as they are.
             ``None``: 0.5.
         clip_learning_rate: of adaptive clipping: C is multiplied by exp(-rate * (noisy fraction - target)).

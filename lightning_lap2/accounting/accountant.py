@@ -27,8 +27,8 @@ class MajorizedAccountant:
     may differ from step to step. Every number returned is an upper bound, except under ``bound="published"``.
 
     Args:
-        bound: ``"tight"`` (the smallest of three valid routes: exact moments of the worst
-            gradient, comparison with and domination by Gaussian steps), ``"joint"`` (the
+        bound: ``"tight"`` (the smallest of several valid routes: exact moments of the worst gradient, comparison with
+            Gaussian steps through two classes of test functions, domination by Gaussian steps), ``"joint"`` (the
             paper's majorization set with one coin; looser) or ``"published"`` (Theorem III.7 as printed, which is
             not a valid bound: it warns).
         mechanism: ``"laplace"`` (l2 clipping), ``"gaussian"`` (l2 clipping) or ``"laplace_l1"`` (l1 clipping);

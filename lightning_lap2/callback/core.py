@@ -7,7 +7,7 @@ combines this mixin with its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -58,6 +58,7 @@ class Lap2Core:
         clip_learning_rate: float | None = None,
         count_noise_scale: float | None = None,
         on_record_error: Literal["raise", "zero"] = "raise",
+        public_state: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.settings = Settings(
@@ -80,6 +81,7 @@ class Lap2Core:
             clip_learning_rate=clip_learning_rate,
             count_noise_scale=count_noise_scale,
             on_record_error=on_record_error,
+            public_state=tuple(public_state) if isinstance(public_state, list) else public_state,  # type: ignore[arg-type]
         )
         self._account = Account(Ledger(self.settings))
         self._session: FitSession | None = None

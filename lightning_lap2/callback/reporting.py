@@ -98,6 +98,11 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
                 "The data set cannot be checked for repeats: the guarantee assumes that each example enters an "
                 "optimizer step at most once."
             )
+    if settings.public_state:
+        found.append(
+            f"public_state={list(settings.public_state)!r}: vouched for by whoever trained, not checked to be free "
+            "of records"
+        )
     found += ledger.caveats
     if ledger.elsewhere:
         found.append(

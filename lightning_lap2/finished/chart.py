@@ -10,7 +10,7 @@ from html import escape
 from lightning_lap2.finished.series import Series
 
 WIDTH, HEIGHT = 760, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 24, 20, 46
+LEFT, RIGHT, TOP, BOTTOM = 66, 24, 28, 48
 MOST_POINTS = 800
 
 
@@ -47,7 +47,7 @@ class Chart:
                 for step in xs
             ),
             f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">step</text>',
-            f'<text class="axis" transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" '
+            f'<text class="axis" transform="translate(17 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" '
             f'text-anchor="middle">{escape(self.label)}</text>',
             self._level(y),
             f'<polyline class="curve" points="{path}"/>',

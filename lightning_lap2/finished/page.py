@@ -8,7 +8,7 @@ from html import escape
 
 from lightning_lap2.finished.chart import Chart
 from lightning_lap2.finished.rows import rows
-from lightning_lap2.finished.run import FinishedRun
+from lightning_lap2.finished.run import FinishedRun, shared
 from lightning_lap2.finished.style import STYLE
 from lightning_lap2.report import GENERAL_CAVEATS, PrivacyReport, rounded_up
 
@@ -85,7 +85,7 @@ def _epsilon_chart(run: FinishedRun) -> str:
     chart = Chart("epsilon over steps", f"ε at δ = {report.delta:g}", points, level)
     return (
         f"<section><h2>Epsilon over steps</h2>\n{chart.svg()}\n<p class=small>As it was logged: an upper bound of what "
-        "had been spent after each step.</p></section>"
+        f"had been spent after each step.{shared(run)}</p></section>"
     )
 
 

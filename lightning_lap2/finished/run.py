@@ -22,12 +22,14 @@ class FinishedRun:
         report: what it states.
         epsilon: the logged upper bound on epsilon over the logger's steps; empty where no log was found.
         threshold: C over the same steps; empty unless clipping was adaptive.
+        runs: how many runs have reports in this folder; their logs cannot be told apart.
     """
 
     source: Path
     report: PrivacyReport
     epsilon: Series
     threshold: Series
+    runs: int
 
 
 def read_run(path: Path) -> FinishedRun:
@@ -43,7 +45,15 @@ def read_run(path: Path) -> FinishedRun:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{source} is not a privacy report: {error}") from error
     series = read_series(source.parent, (EPSILON, THRESHOLD))
-    return FinishedRun(source, report, series[EPSILON], series[THRESHOLD])
+    runs = len(list(source.parent.glob(f"{NAME}_*.json")))
+    return FinishedRun(source, report, series[EPSILON], series[THRESHOLD], runs)
+
+
+def shared(run: FinishedRun) -> str:
+    """What to know of the curves where several runs logged into one folder."""
+    if run.runs < 2:
+        return ""
+    return f" {run.runs} runs logged into this folder; where two logged the same step, the later value is shown."
 
 
 def _find_report(path: Path) -> Path:

@@ -44,5 +44,6 @@ th { font-weight:400; color:var(--soft); width:50% }
 td { font-variant-numeric:tabular-nums; overflow-wrap:anywhere }
 tr:first-child th, tr:first-child td { border-top:0 }
 footer { color:var(--soft); font-size:13px; padding:0 4px }
+@media (max-width:600px) { header, section { padding:16px } svg { font-size:18px } }
 @media print { body { background:#fff } header, section { break-inside:avoid } }
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from lightning_lap2.finished.rows import rows
-from lightning_lap2.finished.run import FinishedRun
+from lightning_lap2.finished.run import FinishedRun, shared
 
 WIDTH = 96
 
@@ -41,4 +41,4 @@ def _logged(run: FinishedRun) -> str:
     if not run.epsilon:
         return "No privacy/epsilon was found in a TensorBoard event file or metrics.csv beside the report."
     step, epsilon = run.epsilon[-1]
-    return f"privacy/epsilon was logged {len(run.epsilon):,} times, last {epsilon:.6g} at step {step:,}."
+    return f"privacy/epsilon was logged {len(run.epsilon):,} times, last {epsilon:.6g} at step {step:,}.{shared(run)}"

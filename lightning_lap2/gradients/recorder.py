@@ -40,6 +40,10 @@ from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.values import Number
 
 
+class Unlike(Exception):
+    """Examples differ in a way that leaves no value for the batch."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """Stands for a tensor that the trace carries out.
@@ -140,10 +144,11 @@ class MetricValue(Deferred):
 
     Attributes:
         event: the call.
+        unused: the metric as it was before any data, if known.
     """
 
-    def __init__(self, trace: Trace, event: MetricEvent, args: Any, kwargs: Any) -> None:
-        self.trace, self.event = trace, event
+    def __init__(self, trace: Trace, event: MetricEvent, args: Any, kwargs: Any, unused: nn.Module | None) -> None:
+        self.trace, self.event, self.unused = trace, event, unused
         self.function, self.held = _returned, ((), {})  # what it is computed from, the event holds
         self._live = (args, kwargs)
         trace.deferred.append(self)
@@ -158,8 +163,13 @@ class MetricValue(Deferred):
                 f"the loss is computed from {self.what}.compute(), which holds examples of earlier batches: one "
                 "example would reach another's gradient; compute the loss from this batch"
             )
+        if self.unused is None:
+            raise UnsupportedModelError(
+                f"the loss is computed from what {self.what} returned, which may hold more than its states (it has "
+                "parameters, was made after the fit began, or cannot be copied): use its functional form in the loss"
+            )
         assert self._live is not None
-        return _metric_alone(self.event.metric, *self._live)
+        return _metric_alone(self.unused, *self._live)
 
     def keys(self) -> list[str]:
         if isinstance(self.event.metric, MetricCollection):
@@ -177,14 +187,10 @@ def _returned(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise AssertionError("a metric's value is looked up, not computed")
 
 
-def _metric_alone(metric: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a new metric of this kind returns for one example, with its graph; inside ``vmap`` as well."""
-    fresh = copy.deepcopy(metric)
+def _metric_alone(unused: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a metric that has seen nothing returns for one example, with its graph; inside ``vmap`` as well."""
+    fresh = copy.deepcopy(unused)
     for part in fresh.modules():
-        for name in ("update", "forward", "compute", "reset"):
-            # the copy has made "update" and "compute" anew; the recorder's stand-ins it has copied
-            if name in vars(part) and getattr(vars(part)[name], "is_stand_in", False):
-                del vars(part)[name]
         if isinstance(part, Metric):
             part.reset()
             part._enable_grad = True
@@ -233,11 +239,12 @@ class MetricEvent:
 
 @dataclass
 class Trace:
-    """One run of the step: what it called and returned, tensors replaced by :class:`Slot`."""
+    """One run of the step: what it called, returned and wrote to its module, tensors replaced by :class:`Slot`."""
 
     tensors: list[Tensor] = field(default_factory=list)
     events: dict[Hashable, LogEvent | MetricEvent] = field(default_factory=dict)
     output: Any = None
+    writes: dict[int, dict[Any, Any]] = field(default_factory=dict)
     deferred: list[Deferred] = field(default_factory=list)
     _calls: Counter[Hashable] = field(default_factory=Counter)
 
@@ -312,6 +319,7 @@ class Recorder:
         self.module = module
         self.trace = Trace()
         self.names: set[str] = set()
+        self._unused = {id(m): _copied(m) for m in module.modules() if isinstance(m, Metric | MetricCollection)}
 
     def begin(self) -> Trace:
         self.trace = Trace()
@@ -349,9 +357,10 @@ class Recorder:
             trace = self.trace
             event = MetricEvent(trace.key(method, id(metric)), metric, method, trace.hold(args), trace.hold(kwargs))
             trace.events[event.key] = event
-            return MetricValue(trace, event, args, kwargs) if method in ("forward", "compute") else None
+            if method not in ("forward", "compute"):
+                return None
+            return MetricValue(trace, event, args, kwargs, self._unused.get(id(metric)))
 
-        stand_in.is_stand_in = True  # type: ignore[attr-defined]
         return stand_in
 
     def _log(self, owner: nn.Module, options: dict[str, Any]) -> None:
@@ -372,6 +381,16 @@ class Recorder:
             return
         for name, value in dictionary.items():
             self._log(owner, {"name": name, "value": value, **options})
+
+
+def _copied(metric: nn.Module) -> nn.Module | None:
+    """A copy of a metric, where it is cheap (no network in it) and can be made."""
+    if next(metric.parameters(), None) is not None:
+        return None
+    try:
+        return copy.deepcopy(metric)
+    except Exception:
+        return None
 
 
 def _arguments(owner: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

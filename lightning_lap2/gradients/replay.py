@@ -20,15 +20,12 @@ from lightning_lap2.gradients.recorder import (
     MetricValue,
     Slot,
     Trace,
+    Unlike,
     leaves_of,
     map_leaves,
 )  # fmt: skip
 
 _SUM = ("sum", sum, torch.sum)
-
-
-class Unlike(Exception):
-    """Examples differ in a way that leaves no value for the batch."""
 
 
 class Replay:
@@ -175,6 +172,16 @@ class Replay:
         if isinstance(leaf, Slot):
             return self.tensors[trace][leaf.index]
         return torch.full((self._examples(trace),), leaf)
+
+    def value(self, leaves: Sequence[Any]) -> Any:
+        """The batch's value of what the traces hold: the mean of 0-dim tensors, the rows of others one after the other;
+        of a metric's value once :meth:`run` has asked for it.
+
+        Raises:
+            Unlike: there is none.
+        """
+        with torch.no_grad():
+            return self._value(leaves, join=self._filled_rows)
 
     def _numbers(self, values: Sequence[Any], summed: bool | None) -> Any:
         """Python numbers: the same for all examples, or else their mean or sum."""

@@ -15,14 +15,16 @@ from torch.func import functional_call
 from lightning_lap2.batches import Examples
 from lightning_lap2.batches.generators import Entropy, private_generators
 from lightning_lap2.errors import IsolationError, UnsupportedModelError
-from lightning_lap2.gradients.attributes import AttributeGuard
 from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.recorder import Recorder, Trace
 from lightning_lap2.gradients.replay import Replay
+from lightning_lap2.gradients.reseeding import reseeding_refused
+from lightning_lap2.gradients.state import StateGuard, StateMemory
 from lightning_lap2.gradients.stepcall import StepCall
 from lightning_lap2.gradients.tracing import batch_dimension_kept, batch_statistics_refused, refuse_layers
 from lightning_lap2.gradients.values import Reading
+from lightning_lap2.gradients.withheld import Withheld
 
 if TYPE_CHECKING:
     from lightning_lap2.gradients.engine import Engine
@@ -62,7 +64,7 @@ class UserStep:
     """
 
     def __init__(
-        self, module: nn.Module, call: StepCall, places: Sequence[int], recorder: Recorder, guard: AttributeGuard,
+        self, module: nn.Module, call: StepCall, places: Sequence[int], recorder: Recorder, guard: StateGuard,
         forward: _Forward, entropy: Entropy, device: torch.device,
     ) -> None:  # fmt: skip
         self.module, self.call, self.places = module, call, places
@@ -96,28 +98,38 @@ class UserStep:
             else:
                 output = functional_call(self._forward, by_slot, args, tie_weights=False)
             loss = trace.take_output(output)
+        self._guard.take_writes(trace)
         if loss is None:
             loss = torch.zeros((), device=self._device)
         return loss, tuple(trace.tensors)
 
+    def keep(self, trace: Trace) -> None:
+        """Makes ``trace`` the latest again: what ran since was for a look only."""
+        self._recorder.trace = trace
+
+    @property
+    def secret(self) -> bytes:
+        """What the random numbers of the last pass were made from."""
+        return self._entropy.take(again=True)
+
     @contextmanager
-    def tracing(self, *, together: bool, again: bool = False) -> Iterator[None]:
+    def tracing(self, *, together: bool = True, again: bool | bytes = False) -> Iterator[None]:
         """Around each pass over the user's code: generators of its own, and its module's state watched.
 
         Args:
-            together: whether all examples run at once (``vmap``), so that Python values cannot depend on one of them.
-            again: whether this repeats the last pass, whose random numbers come again.
+            together: whether all examples run at once (``vmap``), where a tensor that is read stands for all of them.
+            again: whether this repeats the last pass, whose random numbers come again; of an earlier pass its
+                :attr:`secret`.
         """
         self._guard.begin_call()
         self._reading = Reading()
         generators = private_generators(self._entropy, self._device, again=again)
-        with generators, self._reading.active() if together else nullcontext():
+        with reseeding_refused(), generators, self._reading.active() if together else nullcontext():
             yield
-        self._guard.end_call(allow_plain=together and not self._reading.agreed)
 
     def forget(self) -> None:
-        """Puts the module back as it was before the batch: an engine gave up, another begins anew."""
-        self._guard.undo()
+        """Puts the module back as the step found it: an engine gave up, another begins anew."""
+        self._guard.restore()
 
     def revised(self, first: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """``gradients`` of the examples from number ``first`` on, or what an audit puts in their place."""
@@ -126,7 +138,7 @@ class UserStep:
         return self.call.revise(self.places[first : first + len(gradients[0])], gradients)
 
     def slot_names(self, layout: ParameterLayout) -> list[list[str]]:
-        """For each parameter the names of all its slots for ``by_slot``, each slot once.
+        """For each parameter the names of all its slots for ``by_slot``, each slot once; none where it is withheld.
 
         A module that is reachable by two paths has one name here. With ``functional_call``'s own tying every path would
         be swapped, the second time for the traced tensor of the first, which would then stay in the user's module.
@@ -135,7 +147,10 @@ class UserStep:
             id(owner): f"module.{path}." if path else "module."
             for path, owner in self.module.named_modules(remove_duplicate=True)
         }
-        return [[prefix[id(owner)] + attribute for owner, attribute in slots] for slots in layout.slots]
+        return [
+            [prefix[id(owner)] + name for owner, name in slots if not isinstance(owner._parameters[name], Withheld)]
+            for slots in layout.slots
+        ]
 
 
 class StepRunner:
@@ -149,6 +164,7 @@ class StepRunner:
 
     Attributes:
         used: names of the engines that have run so far, in order of first use.
+        memory: what is known about the module's state; made at the first batch where nobody sets it before.
     """
 
     def __init__(self, module: nn.Module, engines: Sequence[Engine]) -> None:
@@ -156,6 +172,7 @@ class StepRunner:
         self.used: list[str] = []
         self.passed_over: dict[str, str] = {}
         self._recorder, self._forward = Recorder(module), _Forward(module)
+        self.memory: StateMemory | None = None
         self._unlike: set[str] = set()
         self._sums: dict[Hashable, bool] = {}
         self._latest: Replay | None = None
@@ -183,9 +200,11 @@ class StepRunner:
         batch = call.examples
         if layout is not self._layout:
             self._layout, self._first = layout, {}  # what an engine can do depends on what trains
-        guard = AttributeGuard(self.module)
+        if self.memory is None:
+            self.memory = StateMemory(self.module)
+        guard = StateGuard(self.memory)
         entropy = Entropy(call.key)
-        traced: list[Traced] = []
+        traced: list[tuple[Sequence[int], Traced]] = []
         try:
             with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
                 for group, places in zip(batch.groups, batch.order, strict=True):
@@ -195,16 +214,18 @@ class StepRunner:
                     with batch_dimension_kept(group.rows_each):
                         traced += self._group(group, step, layout, clipper, total if call.count else None)
         except BaseException:
-            guard.undo()
+            guard.abandon()
             raise
-        guard.close()
-        if not traced:
-            return None
         traces, tensors = [run.trace for _, run in traced], [run.tensors for _, run in traced]
         replay = Replay(traces, tensors, call.count, [own for own, _ in traced], self._no_value, self._sums)
+        guard.close(traces, replay.value)
+        if not traced:
+            return None
         if self._kept:
             self._latest = replay
-        return replay.run()
+        output = replay.run()
+        guard.settle(replay.value)
+        return output
 
     @contextmanager
     def comparing(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.lines import line_of
@@ -75,7 +76,7 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-_REFUSABLE = (_BatchNorm, _InstanceNorm, nn.Embedding, nn.EmbeddingBag)
+_REFUSABLE = (_BatchNorm, _InstanceNorm, _SpectralNorm, nn.Embedding, nn.EmbeddingBag)
 """The classes that :func:`layer_refusal` looks at."""
 
 
@@ -91,6 +92,12 @@ def layer_refusal(layer: nn.Module, *, vmapped: bool) -> str | None:
         return (
             "writes running statistics of the data that no noise protects: use track_running_stats=False or "
             "nn.GroupNorm"
+        )
+    if isinstance(layer, _SpectralNorm) and layer.training:
+        return (
+            "takes a step of its power iteration at every call and keeps it in buffers, so at every example: switch "
+            "it to evaluation before fit (layer.parametrizations.weight.eval()), and iterate in on_train_batch_end "
+            "(norm.train(); layer.weight; norm.eval()), from the weights alone"
         )
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         if layer.max_norm is not None:

@@ -89,9 +89,9 @@ def padding_to_multiples(collate_fn: Callable[[Any], Any]) -> Callable[[Any], An
     """``collate_fn``, padding to a multiple of 16 where it has that option and its user left it open.
 
     Hugging Face's padding collators pad to the longest record of a batch, so to the record's own length when they are
-    given one record; almost every length would then be a shape of its own, and run by itself. ``pad_to_multiple_of`` makes
-    the padded length a function of the record's own length that few others have. Nothing is done where a tokenizer's
-    ``model_max_length`` is no such multiple, since padding could go beyond it.
+    given one record; almost every length would then be a shape of its own, and run by itself. ``pad_to_multiple_of``
+    makes the padded length a function of the record's own length that few others have. Nothing is done where a
+    tokenizer's ``model_max_length`` is no such multiple, since padding could go beyond it.
     """
     if getattr(collate_fn, "pad_to_multiple_of", MULTIPLE) is not None:
         return collate_fn

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.docs.scripts import script
@@ -11,6 +13,23 @@ from tests.examples.conftest import ROOT
 @pytest.mark.parametrize(("page", "limit"), [("README.md", 1200), ("docs/design.md", 800)])
 def test_length(page: str, limit: int) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").split()) <= limit
+
+
+@pytest.mark.parametrize("page", ["design.md", "extending.md"])
+def test_files_that_are_named_exist(page: str) -> None:
+    files = [
+        f"/{path.relative_to(ROOT)}"
+        for room in ("lightning_lap2", "tests", "docs")
+        for path in (ROOT / room).rglob("*.py")
+    ]
+    named = set(re.findall(r"`?([\w/]+\.py)\b", (ROOT / "docs" / page).read_text(encoding="utf-8")))
+    assert len(named) > 10
+    assert not [name for name in named if not any(path.endswith(f"/{name}") for path in files)]
+
+
+def test_lines_are_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    """``python docs/wrap.py`` does it."""
+    assert script("wrap").main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_wrapping_moves_words_and_nothing_else() -> None:

@@ -82,6 +82,17 @@ def test_own_caveats_stand_before_the_general_ones(tmp_path: Path) -> None:
         assert places == sorted(places)
 
 
+def test_a_folder_of_several_runs_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "logs" / "version_0"
+    log(folder, CSVLogger, {"privacy/epsilon": [0.5, 1.0]})
+    write_report_file(folder)
+    write_report_file(folder, "privacy_report_a.json")
+    assert "runs logged" not in read(folder).text
+    write_report_file(folder, "privacy_report_b.json")
+    for seen in (read(folder).text, " ".join(text(read_run(folder)).split())):
+        assert "2 runs logged into this folder" in seen
+
+
 @pytest.mark.parametrize("changes", [{"reproducible": True}, {"bound": "published"}, {"epsilon": "inf", "eps": "inf"}])
 def test_what_is_no_guarantee_is_not_called_private(changes: dict[str, Any], tmp_path: Path) -> None:
     write_report_file(tmp_path, **changes)

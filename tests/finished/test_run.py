@@ -43,14 +43,14 @@ def test_no_log_is_no_error(tmp_path: Path) -> None:
 
 
 def test_the_latest_report_of_a_folder_is_taken(tmp_path: Path) -> None:
-    write_report_file(tmp_path, "privacy_report-old.json", steps=1)
-    write_report_file(tmp_path, "privacy_report-new.json", steps=2)
-    os.utime(tmp_path / "privacy_report-old.json", (1, 1))
+    write_report_file(tmp_path, "privacy_report_old.json", steps=1)
+    write_report_file(tmp_path, "privacy_report_new.json", steps=2)
+    os.utime(tmp_path / "privacy_report_old.json", (1, 1))
     assert read_run(tmp_path).report.steps == 2
     write_report_file(tmp_path, steps=3)
     os.utime(tmp_path / "privacy_report.json", (0, 0))
     assert read_run(tmp_path).report.steps == 3
-    assert read_run(tmp_path / "privacy_report-old.json").report.steps == 1
+    assert read_run(tmp_path / "privacy_report_old.json").report.steps == 1
 
 
 def test_a_folder_above_one_run_will_do_and_above_two_will_not(tmp_path: Path) -> None:

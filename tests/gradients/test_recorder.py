@@ -250,6 +250,41 @@ def test_what_cannot_be_replayed_says_so(step: Any, words: str, kind: type[Engin
     assert not module.accuracy.update_called
 
 
+class Remembering(MeanSquaredError):
+    """Keeps beside its states what no reset clears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0.0
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        super().update(preds, target)
+        self.seen += float(target.detach().sum()) if not torch._C._functorch.is_functorch_wrapped_tensor(target) else 0
+
+    def compute(self) -> Tensor:
+        return super().compute() * (1 + self.seen)
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+def test_a_metric_as_the_loss_knows_nothing_of_earlier_batches(kind: type[Engine]) -> None:
+    class Regression(Step):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            return self.error(self.net(x)[:, 0], y * 0.0)
+
+    torch.manual_seed(0)
+    module = Regression(None)
+    module.error = Remembering()
+    layout, totals = ParameterLayout(module), []
+    engine, call = kind(module), StepCall(((torch.ones(3, 6), torch.arange(3)), 0), 3)
+    for _ in range(2):
+        totals.append(layout.zeros())
+        engine.accumulate(call, layout, FlatClipper(1.0), totals[-1])
+        module.error.seen += 5.0  # what an update with other records may leave
+    assert float(totals[0].norm()) > 0
+    assert torch.equal(totals[0], totals[1])
+
+
 @pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
 def test_counts_are_summed(kind: type[Engine]) -> None:
     def step(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class Refusing:
 
     def add_clipped(self, examples: Any, step: Any, layout: Any, clipper: Any, total: Any) -> Any:
         self.calls += 1
-        with step.tracing(together=True):
+        with step.tracing():
             step(examples.example(0))
         raise self.error
 

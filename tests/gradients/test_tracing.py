@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -46,10 +47,10 @@ def _patched(module: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_patched_is_undone(fails: bool) -> None:
     pytest.importorskip("transformers.masking_utils")
-    seen: list[Any] = []
+    seen: SimpleQueue[Any] = SimpleQueue()  # a list that the step reaches would be put back
 
     def step(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        seen.append(_patched(m))
+        seen.put(_patched(m))
         h = m.gru(m.net(x)[:, None])[0][:, 0]
         if fails:
             h = h * float(y)
@@ -63,7 +64,7 @@ def test_everything_patched_is_undone(fails: bool) -> None:
             run(module, VmapEngine)
     else:
         run(module, VmapEngine)
-    inside = seen[0]
+    inside = seen.get()
     assert inside[0] is not before[0]
     assert inside[1] is not before[1]
     assert inside[2] != before[2]

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.errors import IsolationError
+from lightning_lap2.gradients import FlatClipper, ParameterLayout, StepCall, StepRunner
+from lightning_lap2.gradients.engines import make_engine
+from lightning_lap2.sampling.alone import Collator
 from tests.ordinary.harness import Case, alone, privately
 
 
@@ -63,17 +66,33 @@ def test_an_assertion_that_fails_for_one_example_ends_the_step() -> None:
         privately(case(step, ys=(1.0, 0.0, 2.0)))
 
 
-def test_what_was_read_is_not_kept_for_a_later_step() -> None:
-    """The common value would carry the data into the next release."""
+@pytest.mark.parametrize("ys", [(2.0, 2.0), (1.0, 2.0, 6.0)])
+def test_what_was_read_is_kept_for_the_end_of_the_epoch_and_not_for_a_later_step(ys: tuple[float, ...]) -> None:
+    """One entry for each batch, its mean, as in plain training; a later step would carry the data into its release."""
 
     def step(m: Any, batch: Any) -> Tensor:
+        loss = m.net(batch[0]).sum()
+        if m.reads:
+            loss = loss * m.seen
         m.seen = batch[1].item()
-        return m.net(batch[0]).sum()
+        m.history.append({"loss": loss, "y": batch[1].item()})
+        return loss
 
-    with pytest.raises(UnsupportedModelError, match="(keeps a tensor computed from the data in|changes) self.seen"):
-        privately(case(step, ys=(2.0, 2.0)))
-    with pytest.raises(UnsupportedModelError, match="(keeps a tensor computed from the data in|changes) self.seen"):
-        privately(case(step))
+    given = case(step, ys=ys)
+    module = given.module()
+    module.reads, module.seen, module.history = False, 0.0, []
+    layout, total = ParameterLayout(module), torch.zeros(4)
+    runner = StepRunner(module, [make_engine("ghost", module)])
+    examples = Collator(given.collate).of_stream(list(given.records))
+    call = StepCall((examples, 0), len(ys))
+    runner.accumulate(call, layout, FlatClipper(1.0), total)
+    assert module.seen == pytest.approx(sum(ys) / len(ys))
+    (entry,) = module.history
+    assert entry["y"] == module.seen
+    assert entry["loss"].dim() == 0
+    module.reads = True
+    with pytest.raises(IsolationError, match=r"reads self\.seen"):
+        runner.accumulate(call, layout, FlatClipper(1.0), total)
 
 
 def test_nothing_stays_replaced() -> None:

@@ -59,14 +59,14 @@ that kind under the present one.
 ## What one example at a time means for a step
 
 * `self.log`, `self.log_dict` and torchmetrics objects are recorded and replayed once per batch, with the batch's
-  values. A 0-dim float is logged as the mean over the examples whose value is finite, an integer tensor (a count) or a
-  value under `reduce_fx="sum"` as the sum; where the trial at fit start could run the step on a whole batch as well, what
-  is a sum and what a mean is learnt from that run. `metric.compute()`, arithmetic on what a metric returned, and a metric
-  as the loss do what they do in plain training; such a value cannot become a plain number or decide a branch. A call
-  that only some examples make is left out, with one warning.
+  values. A 0-dim float is logged as the mean over the examples whose value is finite, an integer tensor (a count) or
+  a value under `reduce_fx="sum"` as the sum; where the trial at fit start could run the step on a whole batch as well,
+  what is a sum and what a mean is learnt from that run. `metric.compute()`, arithmetic on what a metric returned, and a
+  metric as the loss do what they do in plain training; such a value cannot become a plain number or decide a branch. A
+  call that only some examples make is left out, with one warning.
 * `.item()` gives a number that knows its values of all examples: log it, return it, compute with it. A condition,
-  `float()` or `int()` is given where all examples agree (so `assert not torch.isnan(loss)` costs nothing); where they do
-  not, `engine="auto"` goes on to `"loop"`, and an assertion that fails there ends the fit before the release.
+  `float()` or `int()` is given where all examples agree (so `assert not torch.isnan(loss)` costs nothing); where they
+  do not, `engine="auto"` goes on to `"loop"`, and an assertion that fails there ends the fit before the release.
 * `.squeeze()` without a dimension keeps the batch dimension, as it does among several examples.
 * A batch may hold tensors and anything else in tuples, lists, named tuples, dicts, dataclasses, attrs classes and
   `BatchEncoding`s. An object of another class (graph data, say), a boolean mask, a packed sequence, a gradient penalty

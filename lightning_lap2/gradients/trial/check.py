@@ -65,7 +65,7 @@ class Trial:
 def try_step(runner: StepRunner, layout: ParameterLayout, call: StepCall, plain: tuple[Any, ...] | None) -> Trial:
     """Runs the step on the examples of ``call``, spending none of the data: nothing is kept, logged or counted.
 
-    Costs three passes over them, a flat gradient or two, and a copy of the module's tensors.
+    Costs four passes over them, a flat gradient or two, and a copy of the module's tensors.
 
     Args:
         call: of a few examples, as training will make them.
@@ -86,6 +86,8 @@ def _try(runner: StepRunner, layout: ParameterLayout, call: StepCall, plain: tup
     with untouched(module):
         try:
             gradient = _alone(runner, layout, call)
+            # and again, where what the first pass left on the module may be in the way
+            _alone(runner, layout, call)
         except UnsupportedModelError:
             raise
         except Exception as error:
