@@ -1,4 +1,4 @@
-"""The ``lightning-lap2`` command: privacy accounting without training anything, and the audit of a training.
+"""The ``lightning-lap2`` command: privacy accounting without training anything; audits and private searches.
 
 Arguments are named as in the callback and the accountant. Results go to stdout, one line or one table, or JSON
 with ``--json``; warnings and errors go to stderr, an error as one line with exit status 2.
@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
@@ -22,7 +22,7 @@ from lightning_lap2.accounting import (
     calibrate_noise_multiplier,
     optimize_clip_and_scale,
 )
-from lightning_lap2.commands import compare, norms, plot, report
+from lightning_lap2.commands import compare, norms, plot, report, search
 from lightning_lap2.commands.base import Command, Result, Subcommand, add_option, echo, spellings
 from lightning_lap2.commands.text import markdown, number, strict, up
 from lightning_lap2.figures.draw import MissingMatplotlibError
@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lightning_lap2.audit.replay_command import main as replay
 
         return replay(given[1:])
+    if given[:1] == ["search"]:
+        return search.main(given[1:])
     parser, commands = build_parser(given)
     try:
         config = parser.parse_args(given)
@@ -99,6 +101,7 @@ def build_parser(argv: Sequence[str] = ()) -> tuple[ArgumentParser, dict[str, Co
     # only for the list of commands: main hands it over before anything is parsed
     subcommands.add_subcommand("audit", _Parser(), help="empirical lower bound on epsilon for your model and data.")
     subcommands.add_subcommand("replay", _Parser(), help="neighbour replay: what one record changes in your training.")
+    subcommands.add_subcommand("search", _Parser(), help="hyperparameter search whose price is part of epsilon.")
     return parser, commands
 
 
@@ -128,6 +131,8 @@ def _epsilon(config: Namespace) -> Result:
 
 
 def _calibrate(config: Namespace) -> Result:
+    if config.mean_runs is not None:
+        return search.price(config, {"steps": config.steps, **_plan(config)})
     m = calibrate_noise_multiplier(
         eps=config.eps,
         delta=config.delta,
@@ -172,21 +177,25 @@ def _optimize(config: Namespace) -> Result:
     return {"rows": [r.to_dict() for r in rows], **echo(config)}, markdown(head, cells)
 
 
-def _with_options(*options: str, grid: bool = False) -> Any:
+def _with_options(*options: str, more: Callable[[ArgumentParser], None] | None = None) -> Any:
     def add_arguments(parser: ArgumentParser) -> None:
         for option in options:
             add_option(parser, option)
-        if grid:
-            parser.add_argument(
-                *spellings("max-grad-norms"),
-                type=number,
-                nargs="+",
-                required=True,
-                help="clipping norms C to tabulate, each in (0, inf); for one, percentiles of gradient norms on "
-                "public data, as `lightning-lap2 norms` prints them",
-            )
+        if more is not None:
+            more(parser)
 
     return add_arguments
+
+
+def _add_grid(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        *spellings("max-grad-norms"),
+        type=number,
+        nargs="+",
+        required=True,
+        help="clipping norms C to tabulate, each in (0, inf); for one, percentiles of gradient norms on public data, "
+        "as `lightning-lap2 norms` prints them",
+    )
 
 
 _PLAN = ("delta", "sample-rate", "steps", "dimension")
@@ -202,7 +211,7 @@ _COMMANDS: dict[str, Subcommand] = {
     "calibrate": Subcommand(
         _calibrate,
         "smallest noise multiplier that keeps a plan within epsilon.",
-        _with_options("eps", *_PLAN, *_KIND),
+        _with_options("eps", *_PLAN, *_KIND, more=search.add_price_arguments),
         f"--eps 1 {_SETTING}",
     ),
     "steps": Subcommand(
@@ -215,7 +224,7 @@ _COMMANDS: dict[str, Subcommand] = {
     "optimize": Subcommand(
         _optimize,
         "the paper's Algorithm 1: the smallest scale for each clipping norm of a grid.",
-        _with_options("eps", *_PLAN, *_KIND, grid=True),
+        _with_options("eps", *_PLAN, *_KIND, more=_add_grid),
         f"--eps 1 {_SETTING} --max-grad-norms 0.1 1 10",
         details="""
 The accountant sees only C / b, so b is proportional to C and every row has the same signal-to-noise ratio: which C

@@ -15,10 +15,13 @@ NAME = "privacy_report"
 
 Standing = Literal["guarantee", "nothing", "untrained", "reproducible", "invalid", "infinite"]
 
+SELECTION_CAVEAT = (
+    "Validation, checkpoint selection, early stopping and hyperparameter search on private data are not covered."
+)
 GENERAL_CAVEATS = (
     "The training loss and every metric logged from training_step are computed from the data without noise; they "
     "are not covered. A row whose loss is not finite has a gradient of zero, and is left out of logged means.",
-    "Validation, checkpoint selection, early stopping and hyperparameter search on private data are not covered.",
+    SELECTION_CAVEAT,
     "The guarantee is for one example of the data set (not for a user with several, not for replacing one), and "
     "takes the number of examples and the batch size as public.",
 )
@@ -218,13 +221,20 @@ def write_report(report: PrivacyReport, directory: Path, *, warn: Callable[[str]
     """
     texts = {".json": json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n", ".md": str(report)}
     stems = [NAME] if report.run is None else [NAME, f"{NAME}_{report.run}"]
+    files = {f"{stem}{suffix}": text for stem in stems for suffix, text in texts.items()}
+    write_files(
+        files, directory, warn=lambda error: warn(f"the privacy report could not be written to {directory}: {error}")
+    )
+
+
+def write_files(files: Mapping[str, str], directory: Path, *, warn: Callable[[OSError], object]) -> None:
+    """Writes texts by name, in their order, each whole or not at all; the first failure ends it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for stem in stems:
-            for suffix, text in texts.items():
-                _replace(directory / f"{stem}{suffix}", text)
+        for name, text in files.items():
+            _replace(directory / name, text)
     except OSError as error:
-        warn(f"the privacy report could not be written to {directory}: {error}")
+        warn(error)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from lightning_lap2.accounting.composition import Composition
 from lightning_lap2.accounting.forecast import EpsilonForecast, build_forecast
 from lightning_lap2.accounting.release import Release, check_pair, make_release, warn_if_unsound
 from lightning_lap2.accounting.routes.best import best_delta, best_epsilon, orders_epsilon
+from lightning_lap2.accounting.routes.moments import Array, renyi_divergences
 from lightning_lap2.accounting.routes.orders import Orders
 
 STATE_VERSION = 1
@@ -120,6 +121,17 @@ class MajorizedAccountant:
         if remaining is None or remaining == 0.0 or not composition.noisy:
             return math.inf
         return Orders(composition).best_order(remaining)
+
+    def renyi_divergences(self, orders: Sequence[float]) -> Array:
+        """Upper bounds on the Renyi divergences between the outputs of all releases under neighbouring data sets.
+
+        Args:
+            orders: real, > 1 and at most 2**20. Between integers the log-moment is taken from its chord (it is convex).
+
+        Returns:
+            shape [len(orders)]; ``inf`` where a drawn example is released without noise.
+        """
+        return renyi_divergences(self.composition.counts, self.mechanism, self.bound, orders)
 
     def steps_within(
         self,

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_lap2._progress import progress_bar
 from lightning_lap2.audit.auditing import Method, audit
 from lightning_lap2.audit.canaries import CanaryKind
 from lightning_lap2.audit.config import (
     Parser,
     add_training,
     make_training,
-    progress_bar,
     run_command,
 )
 from lightning_lap2.audit.plots import plot

@@ -1,11 +1,10 @@
-"""What the commands that train share: a training described like one for LightningCLI, a progress bar, errors."""
+"""What the commands that train share: a training described like one for LightningCLI, errors."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
@@ -71,20 +70,6 @@ def _loader(parser: ArgumentParser, config: Namespace, model: Callable[[], Any])
     source.prepare_data()
     source.setup("fit")
     return source.train_dataloader()
-
-
-@contextmanager
-def progress_bar(name: str) -> Iterator[Callable[[float], None]]:
-    """A bar on stderr that is told the fraction done."""
-    from tqdm import tqdm
-
-    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    with tqdm(desc=name, total=1.0, bar_format=form, file=sys.stderr, mininterval=1.0) as bar:
-
-        def progress(fraction: float) -> None:
-            bar.update(min(1.0, fraction) - bar.n)
-
-        yield progress
 
 
 def fail(message: str) -> int:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_lap2._progress import progress_bar
 from lightning_lap2.audit.config import (
     Parser,
     add_training,
     make_training,
-    progress_bar,
     run_command,
 )
 from lightning_lap2.audit.neighbours import replay

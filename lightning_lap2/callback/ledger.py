@@ -23,6 +23,10 @@ from lightning_lap2.callback.settings import Settings
 
 STATE_VERSION = 3
 _NEW_IN_3: dict[str, Any] = {"unprotected": [], "runs": {}, "elsewhere": 0, "changes": [], "logged": {}}
+SEARCH_CAVEAT = (
+    "This run is one of a private search, which releases the best of them: the epsilon of this report is that of the "
+    "run alone, that of the search is larger (search_report.md)."
+)
 UNLINKED = (
     "the journal of the run that this one goes on from cannot be written: were this run killed before its first "
     "checkpoint, its releases would be missing from the ledger of another run resumed from the same checkpoint"
@@ -73,7 +77,7 @@ class Ledger:
         self.sampling = settings.sampling
         self.releases = 0
         self.reproducible = False
-        self.caveats: list[str] = []
+        self.caveats: list[str] = [] if settings.run_limit is None else [SEARCH_CAVEAT]
         self.plan: dict[str, Any] = {}
         self.changes: list[str] = []
         self.clipping: dict[str, float] = {}
@@ -247,7 +251,7 @@ class Ledger:
 
         Raises:
             ValueError: the state is damaged, or was kept under another mechanism, bound, adjacency or delta, whose
-                charges cannot be continued here.
+                charges cannot be continued here, or by a private search.
         """
         try:
             if state["version"] not in (2, STATE_VERSION):
@@ -281,6 +285,7 @@ class Ledger:
                 origin = Origin(Path(journal["path"]), str(journal["run"]), noted)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the privacy ledger in {of} is damaged: {error}") from error
+        self._check_search(caveats, of)
         self._check_same(accountant.mechanism, accountant.bound, sampling, delta, of)
         self.accountant, self.releases, self.reproducible = accountant, releases, reproducible
         self.caveats, self.plan, self.changes, self.clipping = caveats, plan, changes, clipping
@@ -291,8 +296,9 @@ class Ledger:
         """Whether the charges of ``other`` can be continued here.
 
         Raises:
-            ValueError: they were kept under another mechanism, bound, adjacency or delta.
+            ValueError: they were kept under another mechanism, bound, adjacency or delta, or by a private search.
         """
+        self._check_search(other.caveats, of)
         self._check_same(other.accountant.mechanism, other.accountant.bound, other.sampling, other.delta, of)
 
     def _check_same(self, mechanism: str, bound: str, sampling: str, delta: float, of: str) -> None:
@@ -307,6 +313,24 @@ class Ledger:
                     f"the ledger of {of} was kept with {name}={there!r} and cannot be continued with "
                     f"{name}={here!r}; pass {name}={there!r}"
                 )
+
+    def _check_search(self, caveats: Iterable[str], of: str) -> None:
+        """A run of a private search starts from weights on which nothing was spent, and nothing goes on from it.
+
+        Raises:
+            ValueError: this ledger, or the one that holds ``caveats``, is that of such a run.
+        """
+        if SEARCH_CAVEAT in self.caveats:
+            raise ValueError(
+                f"a run of a private search starts from fresh weights, but {of} has a ledger of its own: build the "
+                "module within train, and fit it without ckpt_path"
+            )
+        if SEARCH_CAVEAT in caveats:
+            raise ValueError(
+                f"the ledger of {of} is that of one run of a private search: it does not know what the search spent, "
+                "and cannot be continued. Load the weights alone into a new module (load_state_dict), and add the "
+                "epsilon and delta of the search's report to those of what you train from there"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickles, which are like checkpoints: an open file stays with its process, a copy elsewhere goes on as a

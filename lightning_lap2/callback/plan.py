@@ -144,16 +144,17 @@ def make_plan(
 
 
 def _calibrate(settings: Settings, accountant: MajorizedAccountant, terms: Terms, charges: int) -> float:
+    told: dict[str, Any] = {
+        "steps": charges,
+        "bound": settings.bound,
+        "mechanism": settings.mechanism,
+        "accountant": accountant if accountant.steps else None,
+        **terms,
+    }
     try:
-        return calibrate_noise_multiplier(
-            eps=settings.eps,
-            delta=settings.delta,
-            steps=charges,
-            bound=settings.bound,
-            mechanism=settings.mechanism,
-            accountant=accountant if accountant.steps else None,
-            **terms,
-        )
+        if settings.run_limit is not None:
+            return settings.run_limit.noise_multiplier(**told)
+        return calibrate_noise_multiplier(eps=settings.eps, delta=settings.delta, **told)
     except NoFiniteNoiseError as error:
         count = count_epsilon(settings, accountant, terms, charges)
         if count is None or count <= settings.eps:
@@ -179,6 +180,8 @@ def affordable_charges(settings: Settings, accountant: MajorizedAccountant, char
     """Further charges within the budget, ``inf`` without one."""
     if math.isinf(settings.eps):
         return math.inf
+    if settings.run_limit is not None:
+        return settings.run_limit.steps_within(accountant, **charge)
     return accountant.steps_within(eps=settings.eps, delta=settings.delta, **charge)
 
 

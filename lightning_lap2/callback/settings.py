@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_lap2 import _validate
+from lightning_lap2.accounting.selection import RunLimit
 from lightning_lap2.mechanism import CLIPPINGS, MECHANISMS, ClippingName, Mechanism, MechanismName
 
 Bound = Literal["tight", "joint", "published"]
@@ -38,6 +39,9 @@ _NUMBERS: dict[str, type] = {
 class Settings:
     """See :class:`lightning_lap2.Lap2Privacy` for the meaning of each field.
 
+    Args:
+        run_limit: of a run that a private search makes: what it keeps instead of ``eps`` at ``delta``.
+
     Raises:
         TypeError, ValueError: naming the argument, its value and the legal set.
     """
@@ -62,6 +66,7 @@ class Settings:
     count_noise_scale: float | None
     on_record_error: OnRecordError
     public_state: tuple[str, ...] = ()
+    run_limit: RunLimit | None = None
 
     def __post_init__(self) -> None:
         _validate.positive("eps", self.eps)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
@@ -240,12 +240,13 @@ def level_log_moments(release: Release, mechanism: str, bound: str, level: int) 
 
     ``release`` must cost something and carry noise (neither free nor bare).
     """
-    values = _log_moments(ORDER_LEVELS[level], release, mechanism, bound)
+    values = integer_log_moments(ORDER_LEVELS[level], release, mechanism, bound)
     values.setflags(write=False)
     return values
 
 
-def _log_moments(orders: Sequence[int], release: Release, mechanism: str, bound: str) -> Array:
+def integer_log_moments(orders: Sequence[int], release: Release, mechanism: str, bound: str) -> Array:
+    """log M_k of one step that costs something and carries noise, at increasing integers k >= 1, shape [K]."""
     if release.sample_rate == 1.0:
         return _unsampled(np.asarray(orders, dtype=np.float64), release, mechanism, bound)
     if bound == "published":
@@ -256,6 +257,30 @@ def _log_moments(orders: Sequence[int], release: Release, mechanism: str, bound:
 
 def _unsampled(orders: Array, release: Release, mechanism: str, bound: str) -> Array:
     return np.minimum(real_table(orders, release, mechanism, bound) * (1.0 + 16.0 * _ULP), HUGE)
+
+
+def renyi_divergences(
+    counts: Iterable[tuple[Release, int]], mechanism: str, bound: str, orders: Sequence[float]
+) -> Array:
+    """Renyi divergences of a composition, see
+    :meth:`~lightning_lap2.accounting.MajorizedAccountant.renyi_divergences`.
+
+    Args:
+        counts: releases, with the number of times each was made.
+        orders: real, in (1, 2**20].
+    """
+    wanted = np.asarray(orders, dtype=np.float64)
+    if wanted.ndim != 1 or not wanted.size or not np.all((wanted > 1.0) & (wanted <= 1 << 20)):
+        raise ValueError(f"orders must hold numbers in (1, 2**20], at least one, got {orders!r}")
+    whole = np.unique(np.concatenate([np.floor(wanted), np.ceil(wanted)])).astype(int)
+    total = np.zeros(whole.size)
+    for release, steps in counts:
+        if release.is_bare:
+            return np.full(wanted.shape, math.inf)
+        if not release.is_free:
+            total += steps * integer_log_moments(whole.tolist(), release, mechanism, bound)
+    divergences = np.interp(wanted, whole, total) / (wanted - 1.0)
+    return np.where(divergences < INFINITE, divergences, math.inf)
 
 
 def log_moments(
@@ -300,7 +325,7 @@ def log_moments(
     else:
         ordered = sorted({int(k) for k in wanted})
         index = {k: i for i, k in enumerate(ordered)}
-        values = _log_moments(ordered, release, mechanism, bound)[[index[int(k)] for k in wanted]]
+        values = integer_log_moments(ordered, release, mechanism, bound)[[index[int(k)] for k in wanted]]
     return np.where(values >= INFINITE, np.inf, values)
 
 
