@@ -81,8 +81,36 @@ def step_table(dimension: int = 26_010, steps: int = 5860) -> str:
     )
 
 
+def query_table() -> str:
+    """Seconds of CPU time of the queries of large ledgers: 31 kinds of releases and one more, and many equal ones."""
+    from lightning_lap2.accounting import MajorizedAccountant
+
+    plan = {"noise_multiplier": 3.0, "sample_rate": 0.004, "dimension": 10**9}
+    lines = ["| seconds | ledger | epsilon | delta | forecast | steps_within |", "|---" * 6 + "|"]
+    for mechanism in ("laplace", "gaussian", "laplace_l1"):
+        mixed, many = MajorizedAccountant(mechanism=mechanism), MajorizedAccountant(mechanism=mechanism)
+        for i in range(31):
+            rate = 2.5e-4 * (1 + i)
+            mixed.step(noise_multiplier=2 + 0.1 * i, sample_rate=rate, dimension=10**9, steps=300)
+        many.step(noise_multiplier=48.803, sample_rate=0.12545, dimension=1000, steps=395_568)
+        for name, accountant in (("32 kinds", mixed), ("395,568 steps of one", many)):
+            times = []
+            for query in (
+                lambda a=accountant: a.epsilon(delta=0.0027187),
+                lambda a=accountant: a.delta(eps=1.0),
+                lambda a=accountant: a.forecast(delta=1e-5, steps=400, **plan),
+                lambda a=accountant: a.steps_within(eps=12.0, delta=1e-5, **plan),
+            ):
+                start = time.process_time()
+                query()
+                times.append(time.process_time() - start)
+            lines.append(f"| {mechanism} | {name} | " + " | ".join(f"{t:.2f}" for t in times) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
+    print(f"{query_table()}\n")
     print(f"{step_table()}\n\nq = {RUN['sample_rate']}, {RUN['steps']:,} steps, delta = {DELTA}:\n\n{cold_table()}")
 
 
