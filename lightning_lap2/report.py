@@ -20,7 +20,8 @@ class PrivacyReport:
 
     Fields carry the names of the callback's arguments and attributes; ``None`` where no fit has started. ``run`` is in
     the name of the run's journal, ``None`` without one. ``rounding_margin`` is the share of C that gradients are
-    clipped below it, for what floating point adds. ``clipping_threshold`` and what follows are for adaptive
+    clipped below it, for what floating point adds. With ``unit`` ``num_examples`` is U, the number of units, and
+    ``num_records`` N. ``clipping_threshold`` and what follows are for adaptive
     clipping: ``max_grad_norm`` is where C started, ``clipping_threshold`` where it is now, and
     ``epsilon_without_count`` what the same releases would have cost without their counts.
     """
@@ -59,6 +60,9 @@ class PrivacyReport:
     count_noise_scale: float | None = None
     epsilon_without_count: float | None = None
     run: str | None = None
+    unit: str | None = None
+    records_per_unit: int | None = None
+    num_records: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python values; infinities as the string ``"inf"``, so that the JSON is standard."""

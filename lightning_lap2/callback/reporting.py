@@ -16,8 +16,15 @@ _ALWAYS = (
     "The training loss and every metric logged from training_step are computed from the data without noise; they "
     "are not covered.",
     "Validation, checkpoint selection, early stopping and hyperparameter search on private data are not covered.",
-    "The guarantee is for one example of the data set (not for a user with several, not for replacing one), and "
-    "takes the number of examples and the batch size as public.",
+)
+_OF_EXAMPLES = (
+    "The guarantee is for one example of the data set (not for a user with several, see unit=; not for replacing one), "
+    "and takes the number of examples and the batch size as public."
+)
+_OF_UNITS = (
+    "The guarantee is for one user with all records that the data set's ids ({unit}) give to it (not for one with "
+    "several ids, nor one that others' records speak of; not for replacing one), and takes the numbers of units and of "
+    "records and the batch size as public."
 )
 _TORCH_NOISE = (
     "The noise is drawn from torch's generator, keyed anew by the operating system at each release. It is a "
@@ -47,6 +54,9 @@ def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> Pr
         sample_rate=facts.get("sample_rate"),
         expected_batch_size=facts.get("expected_batch_size"),
         num_examples=facts.get("num_examples"),
+        num_records=facts.get("num_records"),
+        unit=settings.unit_name,
+        records_per_unit=None if settings.unit is None else settings.rows_per_unit,
         dimension=facts.get("dimension"),
         steps=ledger.releases,
         planned_steps=facts.get("planned_steps"),
@@ -118,7 +128,8 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
             "on_record_error='zero': a record that cannot be read, or on which the step raises, counts as one "
             "without a gradient, and nothing says how many did"
         )
-    return [*found, *ledger.caveats, *facts.get("caveats", ()), *_ALWAYS]
+    scope = _OF_EXAMPLES if settings.unit is None else _OF_UNITS.format(unit=settings.unit_name)
+    return [*found, *ledger.caveats, *facts.get("caveats", ()), *_ALWAYS, scope]
 
 
 def _floating_point(margin: float) -> str:

@@ -5,6 +5,7 @@ What a record adds to a release may depend on that record alone. The user's code
 of them finds: now and then, from some epoch on, where a rare record is among them. So it gets one record at a time:
 
 * ``dataset.__getitems__([i])`` where there is one, else ``dataset[i]``; K times the same i with K views per example;
+  where an example is a unit with several records, one of them after the other;
 * ``collate_fn`` of what that gave;
 * under random generators with secret seeds, see :mod:`~lightning_lap2.batches.generators`.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -36,8 +38,9 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_lap2.batches import ExampleBatch, split_rows
 from lightning_lap2.batches.generators import Entropy, private_generators
-from lightning_lap2.errors import IsolationError
+from lightning_lap2.errors import IsolationError, UnsupportedSettingError
 from lightning_lap2.sampling.loaders import worker_settings
+from lightning_lap2.sampling.units import UnitBatchSampler
 
 _DEFAULT_MAP = dict(default_collate_fn_map)
 
@@ -120,8 +123,8 @@ class RecordByRecord(Dataset[Any]):
     Args:
         dataset: the user's.
         collate_fn: the user's.
-        views: how often each index stands in a batch, in a row.
-        skip_errors: a record whose fetch or collation raises is lost, instead of ending the fit.
+        views: indices of each example, in a row: one that repeats, or some of a unit's records.
+        skip_errors: a record (a unit) whose fetch or collation raises is lost, instead of ending the fit.
     """
 
     def __init__(
@@ -171,11 +174,23 @@ class RecordByRecord(Dataset[Any]):
         together, views = getattr(self.dataset, "__getitems__", None), self._collate.views
         fetched = []
         with self._watch.watching():
-            for index in indices[::views]:
-                self._watch.begin()
-                own = [index] * views
-                fetched.append(together(own) if callable(together) else [self.dataset[i] for i in own])
+            for start in range(0, len(indices), views):
+                found = []
+                for _, same in groupby(indices[start : start + views]):
+                    self._watch.begin()
+                    own = list(same)
+                    found.append(together(own) if callable(together) else [self.dataset[i] for i in own])
+                fetched.append(found[0] if len(found) == 1 else self._one_unit(found))
         return fetched
+
+    def _one_unit(self, found: list[Any]) -> list[Any]:
+        """What was fetched for several records, as for one example."""
+        if not all(isinstance(part, list | tuple) for part in found):
+            raise UnsupportedSettingError(
+                f"{type(self.dataset).__name__}.__getitems__ gives a {type(found[0]).__name__}, but the records of a "
+                "unit can only be put together from lists: give a list of one record per index"
+            )
+        return [record for part in found for record in part]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_watch": None}
@@ -286,7 +301,7 @@ class ExampleLoader(DataLoader[Any]):
     Args:
         loader: the user's, for its settings.
         batch_sampler: what draws; ``None`` keeps a stream's own order.
-        views: how often the sampler gives each index, in a row.
+        views: how many indices the sampler gives for each example, in a row.
         skip_errors: see :class:`RecordByRecord`; a stream's errors end the fit.
     """
 
@@ -349,21 +364,30 @@ class _Peek(RecordByRecord):
 
 
 def peek(
-    loader: DataLoader[Any], count: int, views: int = 1, *, skip_errors: bool = False
+    loader: DataLoader[Any],
+    count: int,
+    views: int = 1,
+    *,
+    skip_errors: bool = False,
+    units: UnitBatchSampler | None = None,
 ) -> tuple[ExampleBatch, Any] | None:
     """A few records spread over the data, read as training will read them (in a worker, if there are workers): the
     examples, and one batch of them all as plain training would make it, ``None`` where that fails.
 
     ``None`` for a stream, whose records cannot be read twice.
+
+    Args:
+        units: what draws units, where those are the examples.
     """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         return None
-    size = len(dataset)  # type: ignore[arg-type]
+    size = len(dataset) if units is None else units.num_examples  # type: ignore[arg-type]
     count = min(count, size)
     # spread by the golden ratio: even spacing falls in step with data that repeat in a pattern
     chosen = range(size) if count == size else [int(size * ((k * 0.6180339887498949) % 1.0)) for k in range(count)]
-    indices = [index for index in dict.fromkeys(chosen) for _ in range(views)]
+    examples = list(dict.fromkeys(chosen))
+    indices = [index for index in examples for _ in range(views)] if units is None else units.shown(examples)
     settings = worker_settings(loader) | {"persistent_workers": False, "pin_memory": False}
     settings["num_workers"] = min(1, loader.num_workers)
     settings["generator"] = torch.Generator()  # the user's is not drawn from
