@@ -117,6 +117,16 @@ def unit_name(unit: UnitOf) -> str:
     return unit if isinstance(unit, str) else getattr(unit, "__qualname__", type(unit).__name__)
 
 
+def bound_to(dataset: Any, unit: UnitOf) -> UnitOf:
+    """The ids of ``dataset``, for a wrapper that has the same records in the same order."""
+
+    def ids(_wrapper: Any) -> Any:
+        return _found(dataset, unit)
+
+    ids.__qualname__ = unit_name(unit)
+    return ids
+
+
 def _found(dataset: Any, unit: UnitOf) -> Any:
     """The ids as the data set has them; of torch's containers those of what is in them."""
     if not isinstance(unit, str):

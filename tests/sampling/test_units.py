@@ -80,7 +80,6 @@ NUMBERS = [sorted(SIZES).index(name) for name in IDS]
         (Subset(Subset(Owned(IDS[::-1]), range(9, -1, -1)), range(10)), "user_id"),
         (Subset(Owned(IDS), range(10)), "owners"),
     ],
-    ids=str,
 )
 def test_ids_are_found(dataset: Any, unit: Any) -> None:
     units = Units.of(dataset, unit)
@@ -117,7 +116,6 @@ SECRET = "zaphod"  # nosec: an id that no message may say
         (7, "is a int, and no sequence"),
         (torch.zeros(10, device="meta"), "a tensor on meta"),
     ],
-    ids=str,
 )
 def test_ids_that_say_not_whose_a_record_is_are_refused_and_never_named(ids: Any, message: str) -> None:
     with pytest.raises(UnsupportedSettingError, match=message) as raised:
