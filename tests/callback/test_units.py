@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
+from lightning_lap2.callback.ledger import checksum
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.sampling import PoissonBatchSampler
@@ -263,8 +264,6 @@ def test_a_ledger_from_before_units_is_one_of_records() -> None:
     fit(callback)
     ledger = callback._ledger
     state = {name: value for name, value in ledger.state_dict().items() if name not in ("unit", "checksum")}
-    from lightning_lap2.callback.ledger import checksum
-
     again = Lap2Privacy(eps=3.0)
     again.load_state_dict({**state, "checksum": checksum(state)})
     assert again.steps == callback.steps
@@ -334,8 +333,30 @@ def test_a_larger_batch_than_there_are_users() -> None:
         fit(Lap2Privacy(eps=3.0, unit="user_id"), batch_size=13)
 
 
+class OwnedModule(pl.LightningDataModule):  # type: ignore[name-defined, misc]
+    def train_dataloader(self) -> Any:
+        return DataLoader(Owned(), batch_size=3)
+
+
+@pytest.mark.filterwarnings("ignore")  # of jsonargparse
+def test_lightning_cli_knows_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train"])
+    config = tmp_path / "units.yaml"
+    config.write_text(
+        "trainer:\n  max_epochs: 1\n  accelerator: cpu\n  logger: false\n  enable_checkpointing: false\n"
+        "  callbacks:\n    - class_path: lightning_lap2.Lap2Privacy\n"
+        "      init_args: {eps: 3.0, unit: user_id, records_per_unit: 4}\n"
+    )
+    options = {"run": False, "save_config_callback": None, "seed_everything_default": False}
+    cli = LightningCLI(Plain, OwnedModule, args=["--config", str(config)], **options)
+    callback = next(c for c in cli.trainer.callbacks if isinstance(c, Lap2Privacy))
+    assert (callback.settings.unit, callback.settings.records_per_unit) == ("user_id", 4)
+    cli.trainer.fit(classifier(pl), datamodule=cli.datamodule)
+    assert callback.report().adjacency == "add/remove one user (user_id)"
+
+
 def test_settings_know_their_rows() -> None:
     settings = Lap2Privacy(eps=1.0, unit="user_id").settings
     assert isinstance(settings, Settings)
     assert (settings.rows_per_unit, settings.unit_name) == (1, "user_id")
-    assert json.dumps(settings.adjacency) == '"add/remove one user (user_id)"'
+    assert settings.adjacency == "add/remove one user (user_id)"
