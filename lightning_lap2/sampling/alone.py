@@ -5,7 +5,7 @@ What a record adds to a release may depend on that record alone. The user's code
 of them finds: now and then, from some epoch on, where a rare record is among them. So it gets one record at a time:
 
 * ``dataset.__getitems__([i])`` where there is one, else ``dataset[i]``; K times the same i with K views per example;
-  where an example is a unit with several records, one of them after the other;
+  where an example is a unit with several records, those;
 * ``collate_fn`` of what that gave;
 * under random generators with secret seeds, see :mod:`~lightning_lap2.batches.generators`.
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_lap2.batches import ExampleBatch, split_rows
 from lightning_lap2.batches.generators import Entropy, private_generators
-from lightning_lap2.errors import IsolationError, UnsupportedSettingError
+from lightning_lap2.errors import IsolationError
 from lightning_lap2.sampling.loaders import worker_settings
 from lightning_lap2.sampling.units import UnitBatchSampler
 
@@ -173,24 +172,19 @@ class RecordByRecord(Dataset[Any]):
             self._watch = FetchWatch(self.dataset)
         together, views = getattr(self.dataset, "__getitems__", None), self._collate.views
         fetched = []
-        with self._watch.watching():
+        with self._watch.watching() as begin:
             for start in range(0, len(indices), views):
-                found = []
-                for _, same in groupby(indices[start : start + views]):
-                    self._watch.begin()
-                    own = list(same)
-                    found.append(together(own) if callable(together) else [self.dataset[i] for i in own])
-                fetched.append(found[0] if len(found) == 1 else self._one_unit(found))
+                own = indices[start : start + views]
+                if callable(together):
+                    begin(len(set(own)))
+                    fetched.append(together(own))
+                else:
+                    found = []
+                    for index in own:
+                        begin(1)
+                        found.append(self.dataset[index])
+                    fetched.append(found)
         return fetched
-
-    def _one_unit(self, found: list[Any]) -> list[Any]:
-        """What was fetched for several records, as for one example."""
-        if not all(isinstance(part, list | tuple) for part in found):
-            raise UnsupportedSettingError(
-                f"{type(self.dataset).__name__}.__getitems__ gives a {type(found[0]).__name__}, but the records of a "
-                "unit can only be put together from lists: give a list of one record per index"
-            )
-        return [record for part in found for record in part]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_watch": None}
@@ -217,7 +211,8 @@ class StreamByRecord(IterableDataset[Any]):
 
 
 class FetchWatch:
-    """Notices that fetching one record reads another: some data set asked for two different records.
+    """Notices that fetching one record reads another: some data set asked for two different records, or for one more
+    than the unit has that is fetched.
 
     Data sets are watched by their classes' ``__getitem__``, for as long as a batch is fetched: that of the train data
     and those it wraps (attributes, and lists of them, to any depth).
@@ -225,31 +220,37 @@ class FetchWatch:
 
     def __init__(self, dataset: Any) -> None:
         self._kinds = _dataset_kinds(dataset)
-        self._read: dict[int, Any] | None = None
+        self._read: dict[int, list[Any]] | None = None
+        self._allowed = 1
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> Iterator[Callable[[int], None]]:
+        """Gives what is to be called before each fetch, with the number of records that it is of."""
         originals = {kind: kind.__dict__["__getitem__"] for kind in self._kinds}
         try:
             for kind, original in originals.items():
                 kind.__getitem__ = self._watched(original)
-            yield
+            yield self._begin
         finally:
             self._read = None
             for kind, original in originals.items():
                 kind.__getitem__ = original
 
-    def begin(self) -> None:
-        """Before the fetch of each record."""
-        self._read = {}
+    def _begin(self, records: int) -> None:
+        """Of one record, or several of one unit: each data set may be asked for as many."""
+        self._read, self._allowed = {}, records
 
     def _watched(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def getitem(dataset: Any, key: Any) -> Any:
             if self._read is not None:
-                before = self._read.setdefault(id(dataset), key)
-                if before is not key and not _equal(before, key):
+                keys = self._read.setdefault(id(dataset), [])
+                if not any(known is key or _equal(known, key) for known in keys):
+                    keys.append(key)
+                if len(keys) > self._allowed:
+                    one = self._allowed == 1
+                    many = "two records while one was" if one else f"{len(keys)} while a unit's {self._allowed} were"
                     raise IsolationError(
-                        f"{type(dataset).__name__}.__getitem__ was asked for two records while one was fetched "
+                        f"{type(dataset).__name__}.__getitem__ was asked for {many} fetched "
                         "(mixup or pairs in the data set, a retry with another index?): one record would reach "
                         "another's gradient past the clipping. Make each record from what belongs to it, before "
                         "training if need be; leave out unreadable records beforehand"

@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
-from lightning_lap2.errors import UnsupportedSettingError
+from lightning_lap2.errors import IsolationError, UnsupportedSettingError
 from lightning_lap2.sampling import ExampleLoader, UnitBatchSampler, Units
 
 IDS = ["ada", "bob", "ada", "cy", "ada", "bob", "ada", "dee", "ada", "ada"]
@@ -239,30 +239,66 @@ def test_records_per_unit_must_be_a_positive_int(number: Any) -> None:
 class Listed(Owned):
     """Fetched by lists of indices."""
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self) -> None:
         super().__init__(IDS)
-        self.kind, self.asked = kind, list[list[int]]()
+        self.asked = list[list[int]]()
 
     def __getitems__(self, indices: list[int]) -> Any:
         self.asked.append(indices)
-        return {"index": indices} if self.kind is dict else self.kind(indices)
+        return [self[index] for index in indices]
+
+
+class Tensors(Listed):
+    """Fetched as one batch, by one indexing operation."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        self.asked.append(indices)
+        return torch.tensor(indices)
+
+
+class Mixing(Listed):
+    """Reads one record more than it was asked for."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices] if 0 not in indices else [self[index] for index in [*indices, 1]][:-1]
 
 
 def all_units(dataset: Any, **options: Any) -> Any:
     drawn = sampler(Units(IDS), 4, 1, 3, seed=0, views=2)
     loader = ExampleLoader(DataLoader(dataset, **options), drawn, views=6)
-    return [next(iter(loader)).example(place).tolist() for place in range(4)]
+    batch = next(iter(loader))
+    return [batch.example(place).tolist() for place in range(4)]
 
 
-@pytest.mark.parametrize("dataset", [Owned(IDS), Listed(list), Listed(tuple)], ids=["getitem", "list", "tuple"])
-def test_a_unit_is_one_example_of_its_records(dataset: Any) -> None:
-    found = all_units(dataset)
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Owned(IDS), {}),
+        (Listed(), {}),
+        (Subset(Listed(), range(10)), {}),
+        (Tensors(), {"collate_fn": torch.clone}),
+        (Listed(), {"num_workers": 1}),
+    ],
+    ids=["getitem", "getitems", "subset", "one batch", "worker"],
+)
+def test_a_unit_is_one_example_of_its_records(dataset: Any, options: dict[str, Any]) -> None:
+    found = all_units(dataset, **options)
     assert [len(rows) for rows in found] == [6] * 4
+    assert sorted({IDS[rows[0]] for rows in found}) == sorted(SIZES)
     assert all(len({IDS[row] for row in rows}) == 1 for rows in found)
-    if isinstance(dataset, Listed):
-        assert all(len(set(indices)) == 1 for indices in dataset.asked), "two records in one fetch"
+    for indices in getattr(dataset, "asked", ()):
+        assert len({IDS[index] for index in indices}) == 1, "two users in one fetch"
 
 
-def test_records_that_cannot_be_put_together_are_refused() -> None:
-    with pytest.raises(UnsupportedSettingError, match="__getitems__ gives a dict"):
-        all_units(Listed(dict), collate_fn=lambda found: found)
+class Neighbour(Owned):
+    def __getitem__(self, index: int) -> int:
+        return self[index + 1] if index == 0 else index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"), [(Mixing(), "asked for 4 while a unit's 3 were fetched"), (Neighbour(IDS), "two records")]
+)
+def test_a_fetch_of_anothers_record_is_refused(dataset: Any, message: str) -> None:
+    drawn = UnitBatchSampler(Units(IDS), 4, 20, records_per_unit=3)  # ada's record 0 is among hers in half of them
+    with pytest.raises(IsolationError, match=message):
+        list(ExampleLoader(DataLoader(dataset), drawn, views=3))
