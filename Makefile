@@ -3,6 +3,8 @@
 #   make demo    train on the digits data that ships with scikit-learn, private and not, under two minutes
 #   make test    the whole test suite, under ten minutes on two cores
 #   make check   ruff and mypy
+#   make docs    the site, into docs/_build/html; warnings are errors, links are checked, the tutorial is executed
+#   make dist    wheel and sdist into dist/, checked, installed and tried in an empty environment
 #   make bench   step time and memory against plain Lightning and other libraries
 #
 # The torch that is installed first; any version that pyproject.toml allows will do: make TORCH=torch test
@@ -12,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check bench models clean
+.PHONY: demo test check docs dist bench models clean
 
 $(VENV)/.runtime: pyproject.toml
 	@echo "setting up $(VENV) (a few minutes the first time)"
@@ -40,6 +42,22 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+$(VENV)/.docs: $(VENV)/.runtime
+	$(PIP) --editable ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs
+	rm -rf docs/_build
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build/html
+	$(BIN)/python docs/check_site.py docs/_build/html
+
+dist: $(VENV)/.runtime
+	rm -rf build dist
+	$(PIP) build twine
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	TORCH="$(TORCH)" $(BIN)/python .ci/try_dist.py dist
+
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 
@@ -48,4 +66,4 @@ models: $(VENV)/.dev
 	$(BIN)/python -m tests.zoo.table
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_logs
+	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_logs

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--delta", type=float, default=1e-4, help="below 1/N; N is 1,437 here")
     parser.add_argument("--epochs", type=int, default=30, help="of both runs")
     parser.add_argument("--batch-size", type=int, default=256, help="the expected batch size of the private run")
-    parser.add_argument("--engine", type=str, default="vmap", help="vmap, ghost or loop")
+    parser.add_argument("--engine", type=str, default="auto", help="auto, ghost, vmap or loop")
     parser.add_argument("--mechanism", type=str, default="laplace", help="laplace, gaussian or laplace_l1")
     parser.add_argument("--clipping", type=str, default="flat", help="flat, automatic, per_layer or adaptive")
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="C; with adaptive clipping where it starts")

@@ -13,16 +13,21 @@ from lightning_lap2._lazy import lazy
 from lightning_lap2._version import __version__
 
 if TYPE_CHECKING:
+    from lightning_lap2.batches import register_batch_type
     from lightning_lap2.gradients.norms import gradient_norms, suggest_max_grad_norm
     from lightning_lap2.gradients.suggest import suggest
     from lightning_lap2.lightning import Lap2Privacy
     from lightning_lap2.report import PrivacyReport
 
-__all__ = ["Lap2Privacy", "PrivacyReport", "__version__", "gradient_norms", "suggest", "suggest_max_grad_norm"]
+__all__ = [
+    "Lap2Privacy", "PrivacyReport", "__version__", "gradient_norms", "register_batch_type", "suggest",
+    "suggest_max_grad_norm",
+]  # fmt: skip
 
 _HOMES = {
     "Lap2Privacy": "lightning_lap2.lightning",
     "PrivacyReport": "lightning_lap2.report",
+    "register_batch_type": "lightning_lap2.batches",
     "gradient_norms": "lightning_lap2.gradients.norms",
     "suggest": "lightning_lap2.gradients.suggest",
     "suggest_max_grad_norm": "lightning_lap2.gradients.norms",

@@ -23,7 +23,7 @@ from lightning_lap2.accounting import (
     calibrate_noise_multiplier,
     optimize_clip_and_scale,
 )
-from lightning_lap2.commands import compare, norms, plot
+from lightning_lap2.commands import compare, norms, plot, report
 from lightning_lap2.commands.base import Command, Result, Subcommand, add_option, echo, spellings
 from lightning_lap2.commands.text import markdown, number, strict, up
 from lightning_lap2.figures.draw import MissingMatplotlibError
@@ -255,4 +255,5 @@ public data: `lightning-lap2 norms`.""",
     ),
     "norms": norms.SUBCOMMAND,
     "plot": plot.SUBCOMMAND,
+    "report": report.SUBCOMMAND,
 }

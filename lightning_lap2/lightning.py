@@ -30,11 +30,11 @@ class Lap2Privacy(Lap2Core, pl.Callback):
         clipping: ``"flat"``: one norm over all parameters. ``"automatic"``: every gradient is scaled to a norm just
             below C. ``"per_layer"``: each module's own parameters are clipped to C / sqrt(layers) (C / layers in l1).
             ``"adaptive"``: C follows a quantile of the gradients' norms by a noisy count, which the budget pays for.
-        engine: ``"vmap"`` (per-example gradients by ``torch.func``), ``"ghost"`` (one backward, no per-example
-            gradients kept: less memory, faster for wide layers), ``"loop"`` (one example at a time: slow, runs
-            anything), ``"auto"`` (``"ghost"`` where the check at fit start accepts it, else ``"vmap"``; the choice is
-            printed and stands in the report).
-        chunk_size: examples per vmap call; ``None``: chosen. Speed and memory only.
+        engine: ``"auto"``: for each group of examples of one shape the first of these that takes it; all show the step
+            one example at a time, so they differ in time and memory only. ``"ghost"`` (one backward pass, no
+            per-example gradients kept), ``"vmap"`` (per-example gradients by ``torch.func``, in chunks), ``"loop"``
+            (plain autograd, one example after the other: slow, runs nearly anything).
+        chunk_size: examples per pass of ``"ghost"`` and ``"vmap"``; ``None``: chosen. Speed and memory only.
         augmentations: K views per example (De et al. 2022, arXiv 2204.13650, "augmentation multiplicity"). The data
             set is asked K times for each drawn record, so that its random transforms give K views; ``training_step``
             sees K rows per record, side by side. The K views are one example: their mean gradient is clipped.
@@ -46,6 +46,9 @@ class Lap2Privacy(Lap2Core, pl.Callback):
         assume_nothing_spent: resume from a checkpoint that holds no ledger, declaring that its training spent
             nothing of this data's budget.
         allow_feedback: let schedulers and callbacks watch values computed from training data without noise.
+        public_state: names of attributes of the module (``"scale"``, ``"net.centres"``) and of settings
+            (``"param_groups"``, ``"should_stop"``, ``"max_epochs"``) that hooks change and that you vouch hold nothing
+            of the training records. The report names them.
         target_quantile: of adaptive clipping, in (0, 1): the fraction of gradients that C is to leave as they are.
             ``None``: 0.5.
         clip_learning_rate: of adaptive clipping: C is multiplied by exp(-rate * (noisy fraction - target)).

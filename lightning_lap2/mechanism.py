@@ -165,7 +165,8 @@ class Mechanism:
         return self.scale / self.count_noise_scale * (1 - 2**-20 - own)
 
     def charge(self, *, sample_rate: float, dimension: int) -> dict[str, Any]:
-        """What :meth:`MajorizedAccountant.step` is to be told of one such release; plain, JSON-able values.
+        """What :meth:`~lightning_lap2.accounting.MajorizedAccountant.step` is to be told of one such release; plain,
+        JSON-able values.
 
         Layers are named under Laplace noise only: under Gaussian noise the parts' squared norms add up to C^2 and cost
         what the whole does. The charge does not depend on C, so it stays the same while C follows released values.

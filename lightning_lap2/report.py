@@ -5,25 +5,86 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 NAME = "privacy_report"
+
+Standing = Literal["guarantee", "nothing", "untrained", "reproducible", "invalid", "infinite"]
+
+ONE_EXAMPLE = (
+    "The guarantee is for one example of the data set (not for a user with several, see unit=; not for replacing one), "
+    "and takes the number of examples and the batch size as public."
+)
+GENERAL_CAVEATS = (
+    "The training loss and every metric logged from training_step are computed from the data without noise; they "
+    "are not covered. A row whose loss is not finite has a gradient of zero, and is left out of logged means.",
+    "Validation, checkpoint selection, early stopping and hyperparameter search on private data are not covered.",
+    ONE_EXAMPLE,
+)
+"""What no run's guarantee covers, the gravest first; a run's own caveats stand before them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyReport:
     """One fit's (or several fits') privacy statement. ``str()`` gives Markdown, ``to_dict()`` plain values.
 
-    Fields carry the names of the callback's arguments and attributes; ``None`` where no fit has started. ``run`` is in
-    the name of the run's journal, ``None`` without one. ``rounding_margin`` is the share of C that gradients are
-    clipped below it, for what floating point adds. With ``unit`` ``num_examples`` is U, the number of units, and
-    ``num_records`` N. ``clipping_threshold`` and what follows are for adaptive
-    clipping: ``max_grad_norm`` is where C started, ``clipping_threshold`` where it is now, and
-    ``epsilon_without_count`` what the same releases would have cost without their counts.
+    Fields carry the names of the callback's arguments and attributes; ``None`` where no fit has started.
+
+    Attributes:
+        eps: the budget, in nats; ``inf`` for none.
+        epsilon: what has been spent, in nats, at ``delta``; an upper bound under ``bound``.
+        delta: the probability that goes with ``epsilon``.
+        mechanism: ``"laplace"``, ``"gaussian"`` or ``"laplace_l1"``.
+        bound: ``"tight"``, ``"joint"`` or ``"published"``, which is not valid.
+        adjacency: what neighbouring data sets are: one example (or user) added or removed, or one zeroed out.
+        sampling: ``"poisson"`` or ``"none"``.
+        clipping: ``"flat"``, ``"automatic"``, ``"per_layer"`` or ``"adaptive"``.
+        max_grad_norm: C, in units of the gradient; with adaptive clipping where C started.
+        noise_multiplier: scale / C, without unit.
+        scale: b of the Laplace noise or sigma of the Gaussian noise on the sum, in units of the gradient.
+        sample_rate: q, the probability with which an example enters a release.
+        expected_batch_size: the public number of examples that the noised sum is divided by.
+        num_examples: N, examples of the training set; with ``unit`` U, its units.
+        dimension: n, trainable scalars.
+        steps: releases made, over all fits that the ledger knows.
+        planned_steps: releases that the latest fit planned; ``inf`` without a last step or budget.
+        best_order: Rényi order that gives the smallest epsilon by moments (lambda + 1 in the paper).
+        engine: which engines computed gradients; it does not enter epsilon.
+        augmentations: views of each example.
+        noise_source: where the noise came from.
+        noise_seed: ``None`` for the operating system's entropy.
+        reproducible: any release came from a seeded generator: nothing is private from who knows the seed.
+        precision: of the Trainer.
+        world_size: number of processes.
+        caveats: what the statement does not cover, the gravest first.
+        versions: of this package and of those it computes with.
+        rounding_margin: share of C that gradients are clipped below it, for what floating point adds.
+        clipping_threshold: of adaptive clipping, C after the last release, in units of the gradient.
+        target_quantile: of adaptive clipping, the fraction of gradients that C is to leave as they are.
+        clip_learning_rate: of adaptive clipping, how fast log C moves.
+        count_noise_scale: of adaptive clipping, the scale of the count's noise, in examples.
+        epsilon_without_count: of adaptive clipping, what the same releases would have cost without their counts.
+        run: the part of the names of the run's journal and report that no other run has; ``None`` without a journal.
+        unit: name of the ids by which users are units; ``None``: an example is one.
+        records_per_unit: records that a drawn unit shows.
+        num_records: with ``unit`` N, the records of all units.
+
+    Example:
+        >>> report = PrivacyReport.from_dict(
+        ...     dict.fromkeys(("noise_multiplier", "scale", "sample_rate", "expected_batch_size", "num_examples"))
+        ...     | dict.fromkeys(("dimension", "planned_steps", "best_order", "noise_source", "noise_seed"))
+        ...     | {"eps": 3.0, "epsilon": 2.5, "delta": 1e-5, "mechanism": "laplace", "bound": "tight"}
+        ...     | {"adjacency": "add or remove one example", "sampling": "poisson", "clipping": "flat"}
+        ...     | {"max_grad_norm": 1.0, "steps": 100, "engine": "vmap", "augmentations": 1, "reproducible": False}
+        ...     | {"precision": "32-true", "world_size": 1, "caveats": [], "versions": {}}
+        ... )
+        >>> print(report.statement())
+        The weights after 100 releases are (2.5, 1e-05)-differentially private under add or remove one example, \
+of a budget of 3.
     """
 
     eps: float
@@ -72,6 +133,26 @@ class PrivacyReport:
             key: "inf" if isinstance(value, float) and math.isinf(value) else value for key, value in content.items()
         }
 
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> PrivacyReport:
+        """The report that :meth:`to_dict` (or a ``privacy_report.json``) holds. Keys of later versions are left out.
+
+        Raises:
+            TypeError: ``content`` is no mapping.
+            ValueError: a field is missing, by name.
+        """
+        if not isinstance(content, Mapping):
+            raise TypeError(f"a report is an object with named fields, got a {type(content).__name__}")
+        known = {field.name for field in fields(cls)}
+        required = {field.name for field in fields(cls) if field.default is MISSING}
+        if missing := sorted(required - set(content)):
+            raise ValueError(f"fields are missing: {', '.join(missing)}")
+        values: dict[str, Any] = {
+            key: math.inf if value == "inf" else value for key, value in content.items() if key in known
+        }
+        values["caveats"] = tuple(values["caveats"])
+        return cls(**values)
+
     def __str__(self) -> str:
         caveats = "\n".join(f"* {text}" for text in self.caveats)
         rows = "\n".join(
@@ -82,31 +163,44 @@ class PrivacyReport:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return (
             "# Privacy report\n\n"
-            f"{self._statement()}{self._of_the_threshold()}\n\n"
+            f"{self.statement()}\n\n"
             f"| | |\n|---|---|\n{rows}\n\n"
             f"## What this does not cover\n\n{caveats}\n\n"
             f"{versions}\n"
         )
 
-    def _statement(self) -> str:
+    @property
+    def standing(self) -> Standing:
+        """What the numbers amount to: ``"guarantee"``; ``"nothing"`` released, or ``"untrained"``; or why they are
+        none, the worst first: ``"infinite"`` epsilon, an ``"invalid"`` bound, ``"reproducible"`` noise."""
         if math.isinf(self.epsilon):
-            return f"**No privacy guarantee**: epsilon is infinite after {self.steps} releases."
-        if not self.steps and self.planned_steps is None:
-            return (
-                "This callback has not trained anything, so it knows of no releases. (A copy of it that trained in "
-                "another process has a ledger of its own.)"
-            )
+            return "infinite"
         if not self.steps:
-            return "Nothing was released: epsilon = 0."
+            return "untrained" if self.planned_steps is None else "nothing"
+        if self.bound == "published":
+            return "invalid"
+        return "reproducible" if self.reproducible else "guarantee"
+
+    def statement(self) -> str:
+        """What is guaranteed, or that nothing is, as one paragraph of Markdown."""
+        return self._verdict() + self._of_the_threshold()
+
+    def _verdict(self) -> str:
         guarantee = (
             f"({rounded_up(self.epsilon)}, {self.delta:g})-differentially private under {self.adjacency}, of a budget "
             f"of {self.eps:g}"
         )
-        if self.bound == "published":
-            return f"**Not a valid guarantee.** The printed bound gives: {guarantee}."
-        if self.reproducible:
-            return f"**Not private: the noise is reproducible.** With secret noise the weights would be {guarantee}."
-        return f"The weights after {self.steps} releases are {guarantee}."
+        verdicts: dict[Standing, str] = {
+            "infinite": f"**No privacy guarantee**: epsilon is infinite after {self.steps} releases.",
+            "nothing": "Nothing was released: epsilon = 0.",
+            "untrained": "This callback has not trained anything, so it knows of no releases. (A copy of it that "
+            "trained in another process has a ledger of its own.)",
+            "invalid": f"**Not a valid guarantee.** The printed bound gives: {guarantee}.",
+            "reproducible": f"**Not private: the noise is reproducible.** With secret noise the weights would be "
+            f"{guarantee}.",
+            "guarantee": f"The weights after {self.steps} releases are {guarantee}.",
+        }
+        return verdicts[self.standing]
 
     def _of_the_threshold(self) -> str:
         if self.clipping_threshold is None or self.epsilon_without_count is None or math.isinf(self.epsilon):

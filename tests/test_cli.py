@@ -32,7 +32,7 @@ def test_epsilon(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["best_order"] == 17
     assert result["arguments"]["bound"] == "tight"
     assert main(["epsilon", "--noise_multiplier", "1.5", *SETTING]) == 0
-    assert capsys.readouterr().out.startswith("epsilon = 0.958924 at delta = 1e-05 after 5860 steps")
+    assert capsys.readouterr().out.startswith("epsilon = 0.958923 at delta = 1e-05 after 5860 steps")
 
 
 def test_underscores_exponents_and_default_delta(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,8 +26,8 @@ class MajorizedAccountant:
     may differ from step to step. Every number returned is an upper bound, except under ``bound="published"``.
 
     Args:
-        bound: ``"tight"`` (the smallest of three valid routes: exact moments of the worst
-            gradient, comparison with and domination by Gaussian steps), ``"joint"`` (the
+        bound: ``"tight"`` (the smallest of several valid routes: exact moments of the worst gradient, comparison with
+            Gaussian steps through two classes of test functions, domination by Gaussian steps), ``"joint"`` (the
             paper's majorization set with one coin; looser) or ``"published"`` (Theorem III.7 as printed, which is
             not a valid bound: it warns).
         mechanism: ``"laplace"`` (l2 clipping), ``"gaussian"`` (l2 clipping) or ``"laplace_l1"`` (l1 clipping);
@@ -134,8 +134,29 @@ class MajorizedAccountant:
     ) -> int | float:
         """Largest number k of further steps with ``epsilon(delta=delta) <= eps`` after them.
 
-        0 where nothing is left, also where more than ``eps`` is spent already. ``math.inf`` where no number of
-        steps up to 2**53 overspends (the steps are free, or eps is infinite).
+        Nothing is charged. Epsilon does not fall as steps are added, so k is found by bisection; each value looked at
+        is :meth:`epsilon`'s own.
+
+        Args:
+            eps: budget for everything, what has been spent included, in nats, in [0, inf].
+            delta: in [0, 1].
+            noise_multiplier: m = scale / C of the further steps, in [0, inf].
+            sample_rate: q in [0, 1].
+            dimension: n, number of noised coordinates.
+            extra_blocks: as in :meth:`step`.
+            layers: as in :meth:`step`.
+
+        Returns:
+            k, an integer >= 0; 0 where nothing is left, also where more than ``eps`` is spent already. ``math.inf``
+            where no number of steps up to 2**53 overspends (the steps are free, or eps is infinite).
+
+        Raises:
+            TypeError, ValueError: naming the argument, its value and the legal set.
+
+        Example:
+            >>> plan = {"noise_multiplier": 1.6, "sample_rate": 0.0043, "dimension": 26_010}
+            >>> MajorizedAccountant().steps_within(eps=1.0, delta=1e-5, **plan)
+            7468
         """
         release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
         eps, delta = _check.eps(eps), _check.delta(delta)
@@ -161,8 +182,32 @@ class MajorizedAccountant:
     ) -> EpsilonForecast:
         """Epsilon after each of ``steps`` further releases, cheap enough to log at every one.
 
-        See :class:`~lightning_lap2.accounting.forecast.EpsilonForecast`. It does not charge anything and does not
-        follow later calls of :meth:`step`.
+        It does not charge anything and does not follow later calls of :meth:`step`. Making it costs up to 55
+        evaluations of :meth:`epsilon`; asking it costs microseconds.
+
+        Args:
+            delta: of every value, in [0, 1].
+            noise_multiplier: m = scale / C of the further releases, in [0, inf].
+            sample_rate: q in [0, 1].
+            dimension: n, number of noised coordinates.
+            steps: the last k that will be asked for, an integer >= 0.
+            extra_blocks: as in :meth:`step`.
+            layers: as in :meth:`step`.
+
+        Returns:
+            An :class:`~lightning_lap2.accounting.EpsilonForecast`: in nats, never below :meth:`epsilon` after as many
+            steps, and equal to it after ``steps``.
+
+        Raises:
+            TypeError, ValueError: naming the argument, its value and the legal set.
+
+        Example:
+            >>> accountant = MajorizedAccountant()
+            >>> plan = {"noise_multiplier": 1.6, "sample_rate": 0.0043, "dimension": 26_010}
+            >>> forecast = accountant.forecast(delta=1e-5, steps=1000, **plan)
+            >>> accountant.step(steps=1000, **plan)
+            >>> forecast.epsilon(1000) == accountant.epsilon(delta=1e-5)
+            True
         """
         release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
         return build_forecast(self.composition, release, _check.steps(steps), _check.delta(delta))

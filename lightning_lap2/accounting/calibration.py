@@ -59,6 +59,11 @@ def calibrate_noise_multiplier(
     Raises:
         NoFiniteNoiseError: where no finite noise serves.
         ValueError: an argument is illegal.
+
+    Example:
+        >>> m = calibrate_noise_multiplier(eps=1.0, delta=1e-5, sample_rate=0.0043, steps=5860, dimension=26_010)
+        >>> f"{m:.3f}"
+        '1.456'
     """
     mechanism, bound = check_pair(mechanism, bound)
     eps, delta, steps = _check.eps(eps), _check.delta(delta), _check.steps(steps)

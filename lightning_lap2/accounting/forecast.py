@@ -26,7 +26,8 @@ class EpsilonForecast:
 
     Two bounds are combined. Every integer order gives a line, epsilon <= intercept + slope k, exact for that order.
     The accountant's own epsilon, with every sharpening, is known on a grid of k; it is nondecreasing in k, so its
-    value at the next grid point bounds it in between.
+    value at the next grid point bounds it in between. Made by
+    :meth:`~lightning_lap2.accounting.MajorizedAccountant.forecast`.
 
     Attributes:
         steps: the last k of the plan.
@@ -41,7 +42,11 @@ class EpsilonForecast:
         self._lines, self._from = _envelope(intercepts, slopes, self.steps)
 
     def epsilon(self, k: int) -> float:
-        """Upper bound on epsilon after ``k`` further steps; nondecreasing in k, exact at k = ``steps``."""
+        """Upper bound on epsilon after ``k`` further steps, in nats; nondecreasing in k, exact at k = ``steps``.
+
+        Raises:
+            ValueError: k is not in [0, ``steps``].
+        """
         if not 0 <= k <= self.steps:
             raise ValueError(f"k must be an integer in [0, {self.steps}], got {k!r}")
         value = self._values[bisect_left(self._grid, k)]

@@ -7,7 +7,7 @@ dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +39,16 @@ class Examples:
     def key(self) -> Hashable:
         """Equal for examples of the same structure and shape."""
         return structure(self._skeleton), tuple((t.shape[1:], t.dtype) for t in self.tensors)
+
+    @property
+    def roots(self) -> list[Tensor]:
+        """All tensors that hold the examples' values, those inside objects of unknown classes included."""
+        return [*self.tensors, *(t for values in self.others for t in _tensors_in(values, _DEPTH))]
+
+    @property
+    def rows_each(self) -> int:
+        """How many rows each example's batch has, as far as tensors tell: their smallest leading dimension."""
+        return min((int(t.shape[1]) for t in self.tensors if t.dim() > 1), default=1)
 
     def rebuild(self, tensors: Sequence[Any], others: Sequence[Any]) -> Any:
         """One example's batch of the given leaves; inside ``vmap`` as well."""
@@ -89,6 +99,18 @@ class Examples:
             for values in self.others
         ]
         return self.rebuild(tensors, others)
+
+
+_DEPTH = 6  # of attributes and containers in objects of unknown classes: graph data keeps its tensors four deep
+
+
+def _tensors_in(node: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+    elif depth and not isinstance(node, PLAIN):
+        inside = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple | set) else ()
+        for child in (*inside, *getattr(node, "__dict__", {}).values()):
+            yield from _tensors_in(child, depth - 1)
 
 
 def _same_for_all(values: list[Any]) -> bool:

@@ -30,8 +30,10 @@ class Entropy:
         self._key, self._taken = key, 0
         self._last = b""
 
-    def take(self, *, again: bool = False) -> bytes:
-        """32 bytes that were not given before, or the latest ``again``."""
+    def take(self, *, again: bool | bytes = False) -> bytes:
+        """32 bytes that were not given before, or the latest ``again``, or those given."""
+        if isinstance(again, bytes):
+            return again
         if again:
             return self._last
         self._taken += 1
@@ -43,11 +45,13 @@ class Entropy:
 
 
 @contextmanager
-def private_generators(entropy: Entropy, device: torch.device | None = None, *, again: bool = False) -> Iterator[None]:
+def private_generators(
+    entropy: Entropy, device: torch.device | None = None, *, again: bool | bytes = False
+) -> Iterator[None]:
     """Python's, numpy's and torch's global generators (and the device's) seeded anew inside, afterwards as they were.
 
     Args:
-        again: as they were seeded the last time.
+        again: as they were seeded the last time, or from these bytes.
     """
     python, numbers, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
     accelerator = None

@@ -7,7 +7,7 @@ combines this mixin with its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -61,6 +61,7 @@ class Lap2Core:
         on_record_error: Literal["raise", "zero"] = "raise",
         unit: str | Callable[[Any], Any] | None = None,
         records_per_unit: int | None = None,
+        public_state: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.settings = Settings(
@@ -85,6 +86,7 @@ class Lap2Core:
             on_record_error=on_record_error,
             unit=unit,
             records_per_unit=records_per_unit,
+            public_state=tuple(public_state) if isinstance(public_state, list) else public_state,  # type: ignore[arg-type]
         )
         self._account = Account(Ledger(self.settings))
         self._session: FitSession | None = None

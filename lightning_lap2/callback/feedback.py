@@ -8,6 +8,9 @@ from typing import Any
 from lightning_lap2.callback import refusals
 from lightning_lap2.callback.ledger import Ledger
 
+# Lightning's keys for what the callback itself logs
+OWN_RESULTS = frozenset({"on_train_batch_end.privacy/epsilon", "on_train_batch_end.privacy/max_grad_norm"})
+
 
 class FeedbackWatch:
     """Callbacks and schedulers that watch a metric, against the names that the training step logs.
@@ -26,8 +29,9 @@ class FeedbackWatch:
         """Raises or notes for each name in ``logged`` that something watches.
 
         Raises:
-            UnsupportedSettingError: naming what watches which metric.
+            UnsupportedSettingError: naming what watches which metric, or a name that is the ledger's.
         """
+        refusals.check_names(logged)
         sentences = refusals.feedback(self._watched, logged)
         if refuse and not self._allowed:
             refusals.refuse_feedback(sentences)
@@ -40,10 +44,8 @@ class FeedbackWatch:
         Args:
             refuse: False once training is over: what was watched is then only noted in the report.
         """
-        if not self._watched:
-            return
         results = self._trainer.fit_loop.epoch_loop._results
         if len(results) == self._logged:
             return
         self._logged = len(results)
-        self.check({result.meta.name for result in results.values()}, refuse=refuse)
+        self.check({r.meta.name for key, r in results.items() if key not in OWN_RESULTS}, refuse=refuse)

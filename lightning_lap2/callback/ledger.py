@@ -22,7 +22,7 @@ from lightning_lap2.callback.plan import check_summary
 from lightning_lap2.callback.settings import Settings
 
 STATE_VERSION = 3
-_NEW_IN_3: dict[str, Any] = {"runs": {}, "elsewhere": 0, "changes": [], "logged": {}}
+_NEW_IN_3: dict[str, Any] = {"unprotected": [], "runs": {}, "elsewhere": 0, "changes": [], "logged": {}}
 UNLINKED = (
     "the journal of the run that this one goes on from cannot be written: were this run killed before its first "
     "checkpoint, its releases would be missing from the ledger of another run resumed from the same checkpoint"
@@ -62,6 +62,7 @@ class Ledger:
         plan: the last fit's plan, JSON-able, by which a resumed fit knows whether it is the same.
         changes: arguments that changed between the fits, as sentences; grows only.
         clipping: where adaptive clipping stands, see :class:`~lightning_lap2.callback.adaptive.AdaptiveThreshold`.
+        unprotected: attributes of the module that hold values of records without noise; a step must not read them.
         elsewhere: releases known to exist in other branches of this ledger's runs, which it does not hold.
         logged: hyperparameters as they were first logged.
     """
@@ -76,6 +77,7 @@ class Ledger:
         self.plan: dict[str, Any] = {}
         self.changes: list[str] = []
         self.clipping: dict[str, float] = {}
+        self.unprotected: list[str] = []
         self.elsewhere = 0
         self.logged: dict[str, float] = {}
         self._runs: dict[str, tuple[str, int]] = {}
@@ -228,6 +230,7 @@ class Ledger:
             "plan": dict(self.plan),
             "changes": list(self.changes),
             "clipping": dict(self.clipping),
+            "unprotected": list(self.unprotected),
             "elsewhere": self.elsewhere,
             "logged": dict(self.logged),
             "runs": {run: list(known) for run, known in self._runs.items()},
@@ -266,6 +269,7 @@ class Ledger:
             if unknown := sorted(state.keys() - self.state_dict().keys()):
                 raise ValueError(f"unknown entries {unknown}")
             clipping = check_state(dict(state["clipping"]))
+            unprotected = _texts("unprotected", state["unprotected"])
             elsewhere = _validate.integer("elsewhere", state["elsewhere"], minimum=0)
             logged = {str(name): _validate.real(name, value) for name, value in dict(state["logged"]).items()}
             runs = {
@@ -284,7 +288,7 @@ class Ledger:
         self.accountant, self.releases, self.reproducible = accountant, releases, reproducible
         self.caveats, self.plan, self.changes, self.clipping = caveats, plan, changes, clipping
         self.elsewhere, self.logged, self._runs = elsewhere, logged, runs
-        self._origin, self._loaded = origin, True
+        self._origin, self._loaded, self.unprotected = origin, True, unprotected
 
     def check_continues(self, other: Ledger, *, of: str) -> None:
         """Whether the charges of ``other`` can be continued here.

@@ -1,6 +1,6 @@
 """Everything that is patched in Lightning, in one place, undone in one place.
 
-Five instance attributes are set for the length of one fit (no class is ever touched):
+Instance attributes are set for the length of one fit (no class is ever touched):
 
 ``trainer.strategy.process_dataloader``
     the train loader is replaced by a Poisson one. Here, because it runs after Lightning's own sampler injection and
@@ -11,6 +11,12 @@ Five instance attributes are set for the length of one fit (no class is ever tou
 ``trainer.fit_loop.epoch_loop.on_run_start``
     preceded by aligning the sampler's accumulation windows with the Trainer's batch counter, which a resumed run
     knows only here.
+``trainer.fit_loop.epoch_loop.advance``, ``on_advance_end``
+    followed by checking that what was drawn is released.
+``trainer.fit_loop.epoch_loop.automatic_optimization.run``, ``_make_closure``
+    the step's own output goes to ``on_train_batch_end``; the optimizer's closure gives no value that can be used.
+``trainer.strategy.batch_to_device``, ``module._on_before_batch_transfer``
+    a train batch reaches the device, hooks and the step as :mod:`~lightning_lap2.callback.delivery` says.
 ``trainer.strategy.training_step``
     the engine runs the user's ``training_step`` for per-example gradients. No public hook lies between "batch ready"
     and "backward"; the module itself stays unpatched, and DistributedDataParallel.forward is never entered, so its
@@ -21,10 +27,13 @@ Five instance attributes are set for the length of one fit (no class is ever tou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+
+from lightning_lap2.errors import IsolationError, UnsupportedSettingError
+from lightning_lap2.gradients.withheld import Withheld
 
 _MISSING = object()
 
@@ -52,6 +61,33 @@ class Patches:
                 setattr(owner, name, before)
 
 
+def withhold_loss(closure: Any, trainer: Any) -> Any:
+    """``closure`` of one batch, as Lightning made it, whose value an optimizer may return and not use.
+
+    Plain training gives the batch's exact loss. A step size made from it (Polyak's, a line search) would carry every
+    record into the weights past clipping and noise.
+    """
+    step = closure._step_fn
+
+    def without_loss() -> Any:
+        result = step()
+        if result.loss is not None:
+            result.loss = Withheld(_closure_refused(trainer.optimizers), UnsupportedSettingError)
+        return result
+
+    closure._step_fn = without_loss
+    return closure
+
+
+def _closure_refused(optimizers: Sequence[Any]) -> str:
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    return (
+        f"the optimizer {names} (or an optimizer_step override) uses the loss that its closure returns. It is computed "
+        "from the records without noise, so a step size or decision made from it is not private and the loss is "
+        "withheld: use an optimizer that takes gradients only (SGD, Adam, AdamW)"
+    )
+
+
 @contextmanager
 def muted_loggers(trainer: Any, pl: ModuleType) -> Iterator[None]:
     """Dummies in place of the Trainer's loggers while the self-check runs the user's step on real records: what it
@@ -62,3 +98,19 @@ def muted_loggers(trainer: Any, pl: ModuleType) -> Iterator[None]:
         yield
     finally:
         trainer.loggers = loggers
+
+
+@contextmanager
+def withheld_metrics(trainer: Any) -> Iterator[None]:
+    """Inside, ``trainer.callback_metrics`` and the like cannot be read: they are computed from earlier batches."""
+    before = trainer._logger_connector
+    trainer._logger_connector = Withheld(
+        "training_step reads the trainer's metrics (callback_metrics, logged_metrics, progress_bar_metrics), which "
+        "hold values of earlier batches without noise: fed into a loss they would carry records past clipping and "
+        "noise. Watch them in a callback, or compute what the step needs from the weights",
+        IsolationError,
+    )
+    try:
+        yield
+    finally:
+        trainer._logger_connector = before

@@ -23,6 +23,8 @@ _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _CALLBACKS = {
     "GradientAccumulationScheduler": "a changing window changes the sampling rate; use a fixed accumulate_grad_batches",
     "LearningRateFinder": "it trains outside the ledger; choose the learning rate on public data",
+    "ModelPruning": "it replaces parameters while training runs; prune before fit and make it permanent with "
+    "torch.nn.utils.prune.remove",
     "BatchSizeFinder": "it trains outside the ledger; choose the batch size beforehand",
     "StochasticWeightAveraging": "it runs an extra epoch of training batches; use WeightAveraging (an average of "
     "released weights costs nothing)",
@@ -87,17 +89,26 @@ def _check_callbacks(callbacks: Iterable[Any]) -> None:
         )
 
 
-def check_module(module: Any) -> None:
+def check_module(module: Any, pl: ModuleType) -> None:
     """How the LightningModule trains.
 
     Raises:
-        UnsupportedSettingError: manual optimization, or a ``training_step`` that pulls its own batches.
+        UnsupportedSettingError: manual optimization, an own ``backward``, or a ``training_step`` that pulls its own
+        batches.
     """
     if not module.automatic_optimization:
         raise UnsupportedSettingError(
             f"{type(module).__name__}.automatic_optimization is False: with manual optimization un-noised gradients "
             "reach the optimizer; use automatic optimization"
         )
+    for name in ("backward", "manual_backward"):
+        own = getattr(pl.LightningModule, name)
+        if name in vars(module) or getattr(type(module), name) is not own:
+            raise UnsupportedSettingError(
+                f"{type(module).__name__} overrides {name}, which private training never calls: gradients are taken of "
+                "each example's loss by the engine. Remove the override; what it does to the loss belongs into "
+                "training_step, what it does to gradients into on_before_optimizer_step"
+            )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise UnsupportedSettingError(
             f"{type(module).__name__}.training_step takes dataloader_iter and draws batches itself, so their "
@@ -105,18 +116,53 @@ def check_module(module: Any) -> None:
         )
 
 
-def check_optimizers(optimizers: Iterable[Any]) -> None:
-    """Optimizers that step more than once per release.
+def check_optimizers(optimizers: Iterable[Any], module: Any) -> None:
+    """Optimizers that step more than once per release, on what the module does not hold, or that want gradients which
+    noise does not leave.
 
     Raises:
-        UnsupportedSettingError: LBFGS.
+        UnsupportedSettingError: LBFGS, SparseAdam; a parameter that is not the module's.
     """
+    own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in own:
+                    raise UnsupportedSettingError(
+                        f"the optimizer {type(optimizer).__name__} holds a parameter of shape {list(parameter.shape)} "
+                        f"(param_groups[{number}]['params'][{place}]) that {type(module).__name__}.parameters() does "
+                        "not: it would get no private gradient. Make it a parameter of the module (nn.Parameter, "
+                        "nn.ParameterList or a submodule as attribute), or leave it out of the optimizer"
+                    )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedSettingError(
                 "the optimizer LBFGS calls its closure several times per step, each a release of its own; use SGD, "
                 "Adam, AdamW or another first-order optimizer"
             )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise UnsupportedSettingError(
+                "the optimizer SparseAdam takes sparse gradients only, but noise falls on every row of a table: use "
+                "Adam; nn.Embedding(sparse=True) may stay"
+            )
+
+
+def check_parameter_hooks(module: Any) -> None:
+    """Hooks that see each gradient of a parameter as autograd makes it.
+
+    Raises:
+        UnsupportedSettingError: naming the parameter.
+    """
+    for parameter in module.parameters():
+        if not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks:
+            continue
+        name = next(name for name, found in module.named_parameters() if found is parameter)
+        kind = "register_hook" if parameter._backward_hooks else "register_post_accumulate_grad_hook"
+        raise UnsupportedSettingError(
+            f"the parameter {name} has a hook ({kind}; WandbLogger.watch(log='gradients') or 'all' installs one "
+            "too): it would see gradients of single examples without noise, and what it returns would reach nobody. "
+            "Remove it (handle.remove(), watch(log=None)) and read the private gradient from parameter.grad in the "
+            "module's on_before_optimizer_step"
+        )
 
 
 def monitors(trainer: Any) -> dict[str, str]:
@@ -132,9 +178,23 @@ def monitors(trainer: Any) -> dict[str, str]:
     return found
 
 
+def check_names(logged: Iterable[str]) -> None:
+    """Names that the module or its callbacks logged, without the ledger's own.
+
+    Raises:
+        UnsupportedSettingError: naming a metric that would be taken for a private one.
+    """
+    for name in sorted(logged):
+        if name.startswith("privacy/"):
+            raise UnsupportedSettingError(
+                f"a metric is logged as {name!r}: names that start with 'privacy/' are Lap2Privacy's, for values that "
+                "the guarantee covers; give it another name"
+            )
+
+
 def feedback(watched: dict[str, str], logged: Iterable[str]) -> list[str]:
     """Watchers of values that were computed from the training batches without noise, as sentences."""
-    names = {name for name in logged if not name.startswith("privacy/")}
+    names = set(logged)
     # what Lightning calls a value that is logged both on_step and on_epoch
     from_training = names | {f"{name}{suffix}" for name in names for suffix in ("_step", "_epoch")}
     return [f"{who} watches {name!r}" for name, who in watched.items() if name in from_training]

@@ -10,18 +10,9 @@ from lightning_lap2._version import __version__
 from lightning_lap2.callback.adaptive import current_threshold
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.settings import CLIP_LEARNING_RATE, TARGET_QUANTILE, Settings
-from lightning_lap2.report import PrivacyReport
+from lightning_lap2.report import GENERAL_CAVEATS, ONE_EXAMPLE, PrivacyReport
 
-_ALWAYS = (
-    "The training loss and every metric logged from training_step are computed from the data without noise; they "
-    "are not covered.",
-    "Validation, checkpoint selection, early stopping and hyperparameter search on private data are not covered.",
-)
-_OF_EXAMPLES = (
-    "The guarantee is for one example of the data set (not for a user with several, see unit=; not for replacing one), "
-    "and takes the number of examples and the batch size as public."
-)
-_OF_UNITS = (
+_ONE_USER = (
     "The guarantee is for one user with all records that the data set's ids ({unit}) give to it (not for one with "
     "several ids, nor one that others' records speak of; not for replacing one), and takes the numbers of units and of "
     "records and the batch size as public."
@@ -34,7 +25,18 @@ _TORCH_NOISE = (
 
 
 def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> PrivacyReport:
-    """The report of a ledger; ``facts`` as the callback gathered them when its fit was planned."""
+    """The report of what a ledger has been charged.
+
+    Args:
+        settings: the callback's arguments.
+        ledger: releases and their epsilon, over all fits that it knows.
+        facts: sizes and choices as the callback gathered them when its latest fit was planned; empty before the first
+            fit, whose values are then ``None`` in the report.
+
+    Returns:
+        The report; its caveats are those that apply, the gravest first, :data:`~lightning_lap2.report.GENERAL_CAVEATS`
+        last. Epsilon is in nats, C and the noise scale in units of the gradient.
+    """
     multiplier = facts.get("noise_multiplier", settings.noise_multiplier)
     threshold = current_threshold(settings, ledger.clipping)
     adaptive = settings.clipping == "adaptive"
@@ -104,12 +106,12 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
                 "The data set cannot be checked for repeats: the guarantee assumes that each example enters an "
                 "optimizer step at most once."
             )
-    if facts.get("noise_source") == "torch":
-        found.append(_TORCH_NOISE)
-    if facts.get("rounding_margin"):
-        found.append(_floating_point(facts["rounding_margin"]))
-    if facts.get("fast_dev_run"):
-        found.append("fast_dev_run: a trial run, charged like any other.")
+    if settings.public_state:
+        found.append(
+            f"public_state={list(settings.public_state)!r}: vouched for by whoever trained, not checked to be free "
+            "of records"
+        )
+    found += ledger.caveats
     if ledger.elsewhere:
         found.append(
             f"{ledger.elsewhere} later releases of this run exist in other branches, which went on from an earlier "
@@ -128,8 +130,17 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
             "on_record_error='zero': a record that cannot be read, or on which the step raises, counts as one "
             "without a gradient, and nothing says how many did"
         )
-    scope = _OF_EXAMPLES if settings.unit is None else _OF_UNITS.format(unit=settings.unit_name)
-    return [*found, *ledger.caveats, *facts.get("caveats", ()), *_ALWAYS, scope]
+    found += facts.get("caveats", ())
+    if facts.get("noise_source") == "torch":
+        found.append(_TORCH_NOISE)
+    if facts.get("rounding_margin"):
+        found.append(_floating_point(facts["rounding_margin"]))
+    if facts.get("fast_dev_run"):
+        found.append("fast_dev_run: a trial run, charged like any other.")
+    if settings.unit is None:
+        return [*found, *GENERAL_CAVEATS]
+    general = [text for text in GENERAL_CAVEATS if text != ONE_EXAMPLE]
+    return [*found, *general, _ONE_USER.format(unit=settings.unit_name)]
 
 
 def _floating_point(margin: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -24,9 +24,10 @@ from lightning_lap2.callback.adaptive import AdaptiveThreshold, dear_count
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
 from lightning_lap2.callback.delivery import Delivery, find_examples
 from lightning_lap2.callback.feedback import FeedbackWatch
+from lightning_lap2.callback.hooks import HookWatch
 from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import UNLINKED, Account, Ledger
-from lightning_lap2.callback.patches import Patches, muted_loggers
+from lightning_lap2.callback.patches import Patches, muted_loggers, withheld_metrics, withhold_loss
 from lightning_lap2.callback.plan import Horizon, Plan, changes, horizon, make_plan, summary, terms_of
 from lightning_lap2.callback.probe import Probe, Release
 from lightning_lap2.callback.releases import Releases, by_pass, specification
@@ -35,11 +36,17 @@ from lightning_lap2.callback.settings import Settings
 from lightning_lap2.errors import UnsupportedModelError, UnsupportedSettingError
 from lightning_lap2.gradients import ParameterLayout, StepCall, StepRunner
 from lightning_lap2.gradients.engines import make_engine
+from lightning_lap2.gradients.state import StateMemory
 from lightning_lap2.gradients.trial import Trial, identical_views, try_step
 from lightning_lap2.noise import make_noise_source
 from lightning_lap2.noise.grid import CELLS
 from lightning_lap2.sampling import Part
 
+NEVER_RELEASED = (
+    "a draw was never released: the optimizer did not step on it (an optimizer_step override that skips steps, or does "
+    "not call its closure?). Which draws are released must not depend on what they hold: step on every batch, or use "
+    "Trainer(accumulate_grad_batches=...)"
+)
 # records that are looked at before training
 _TRIAL_RECORDS = 8
 
@@ -80,6 +87,9 @@ class FitSession:
         self._part: Part | None = None
         self._output: Any = None
         self._in_step = False
+        self._failed: Exception | None = None
+        self._hooks: HookWatch | None = None
+        self._stop_after_draw = False
         self._feedback: FeedbackWatch | None = None
         self._lost_warned = False
 
@@ -97,7 +107,7 @@ class FitSession:
             UnsupportedSettingError: naming the setting and what to use instead.
         """
         refusals.check_trainer(self.trainer, self.pl)
-        refusals.check_module(self.module)
+        refusals.check_module(self.module, self.pl)
         marks.note_unknown_training(self.module, self.ledger)
         strategy, fit_loop = self.trainer.strategy, self.trainer.fit_loop
         process, setup, gather = strategy.process_dataloader, fit_loop.setup_data, strategy.all_gather
@@ -121,8 +131,9 @@ class FitSession:
             return gather(*args, **options)
 
         optimization = fit_loop.epoch_loop.automatic_optimization
-        run, to_device, before_transfer = (
+        run, make_closure, to_device, before_transfer = (
             optimization.run,
+            optimization._make_closure,
             strategy.batch_to_device,
             self.module._on_before_batch_transfer,
         )
@@ -138,16 +149,23 @@ class FitSession:
             run(*args, **options)
             return self.take_output()
 
+        def _make_closure(*args: Any, **options: Any) -> Any:
+            return withhold_loss(make_closure(*args, **options), self.trainer)
+
         self.patches.shadow(strategy, "batch_to_device", batch_to_device)
         self.patches.shadow(self.module, "_on_before_batch_transfer", on_before_batch_transfer)
         self.patches.shadow(optimization, "run", run_optimization)
+        self.patches.shadow(optimization, "_make_closure", _make_closure)
         self.patches.shadow(strategy, "process_dataloader", process_dataloader)
         self.patches.shadow(fit_loop, "setup_data", setup_data)
         self.patches.shadow(strategy, "training_step", self.training_step)
         self.patches.shadow(strategy, "all_gather", all_gather)
         self.patches.shadow(fit_loop.epoch_loop, "on_run_start", self._epoch_starter(fit_loop.epoch_loop))
+        for name in ("advance", "on_advance_end"):
+            self.patches.shadow(fit_loop.epoch_loop, name, self._draws_watched(getattr(fit_loop.epoch_loop, name)))
 
     def end(self) -> None:
+        self.note_state()
         self.patches.undo()
 
     # -- data and plan --------------------------------------------------------------------------------------------
@@ -419,7 +437,8 @@ class FitSession:
         Raises:
             UnsupportedSettingError, UnsupportedModelError: naming the setting, layer or line.
         """
-        refusals.check_optimizers(self.trainer.optimizers)
+        refusals.check_optimizers(self.trainer.optimizers, self.module)
+        refusals.check_parameter_hooks(self.module)
         self._feedback = FeedbackWatch(self.trainer, self.ledger, allowed=self.settings.allow_feedback)
         if not self.planned_steps:
             return
@@ -428,6 +447,7 @@ class FitSession:
                 f"the parameter {lost} holds NaN or infinite values before the first step: every gradient would be "
                 "dropped and the budget spent on noise; initialise it, or load a sound checkpoint"
             )
+        self._watch_state()
         told = None if self._probe is None else self._probe.trial
         if told is None:
             self._try_step()
@@ -436,6 +456,23 @@ class FitSession:
         if self._probe is not None:
             self._probe.trial = self.trial
         self._feedback.check(self.trial.logged_names)
+
+    def _watch_state(self) -> None:
+        """From here on the module's state is known to be clean, or withheld from the step."""
+        self.runner.memory = memory = StateMemory(self.module)
+        memory.hold_back_named(self.ledger.unprotected)
+        self._hooks = HookWatch(
+            self.trainer, self.module, self.pl, memory, self.ledger, public=self.settings.public_state, warn=self._warn
+        )
+        self._hooks.install(self.patches)
+
+    def note_state(self) -> None:
+        """Tells the ledger which of the module's state holds records without noise, for whoever trains on from it."""
+        if self.plan is not None and self.runner.memory is not None:
+            self.ledger.unprotected = self.runner.memory.names_held()
+
+    def _suspended(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._hooks is None else self._hooks.suspended()
 
     def _try_step(self) -> None:
         """A few records through the step, which explains; see :mod:`~lightning_lap2.gradients.trial`."""
@@ -469,11 +506,17 @@ class FitSession:
         return StepCall(
             args,
             count,
-            self.trainer.precision_plugin.train_step_context,
+            self._step_context,
             prepare=self.delivery.prepare,
             key=key,
             skip_errors=self.settings.on_record_error == "zero",
         )
+
+    @contextmanager
+    def _step_context(self) -> Iterator[None]:
+        """Around the user's step alone."""
+        with self.trainer.precision_plugin.train_step_context(), withheld_metrics(self.trainer):
+            yield
 
     def open_journal(self) -> None:
         """The write-ahead journal lies beside the logs, or the checkpoints."""
@@ -482,6 +525,7 @@ class FitSession:
 
     def before_checkpoint(self) -> None:
         """A checkpoint is about to be saved: from now on releases must be in a journal, wherever it lies."""
+        self.note_state()
         if not self.trainer.is_global_zero or self.ledger.has_journal:
             return
         self.ledger.open_journal(local_path(self.trainer.default_root_dir))
@@ -556,6 +600,39 @@ class FitSession:
                 "records in it; let every batch train, and bound the length of an epoch by limit_train_batches"
             )
 
+    def _draws_watched(self, advance: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A part of the epoch loop, after which every draw that was fetched must be on its way to a release.
+
+        A stop that was asked for in the midst of a draw waits until the draw is released: how many releases there are
+        is a matter of whole draws.
+        """
+
+        def watched(fetcher: Any) -> None:
+            try:
+                advance(fetcher)
+            except StopIteration:  # on_train_batch_start returned -1
+                self.check_trained()
+                raise
+            self.check_trained()
+            self.check_released()
+            if not self.releases.window.empty and self.trainer.should_stop:
+                self._stop_after_draw, self.trainer.should_stop = True, False
+            elif self.releases.window.empty and self._stop_after_draw:
+                self._stop_after_draw, self.trainer.should_stop = False, True
+
+        return watched
+
+    def check_released(self) -> None:
+        """
+        Raises:
+            UnsupportedSettingError: all parts of a draw went through the step, and the optimizer did not step.
+            Exception: what the engine raised, and the user's code swallowed.
+        """
+        if self._failed is not None:
+            raise self._failed
+        if self.releases.window.complete:
+            raise UnsupportedSettingError(NEVER_RELEASED)
+
     def training_step(self, *args: Any) -> Any:
         """In place of ``Strategy.training_step``: gradients by the engine. Lightning gets a constant for a loss, so
         that nothing but the noised gradient reaches the optimizer; see :meth:`take_output`."""
@@ -571,8 +648,13 @@ class FitSession:
         call = self._call((self.delivery.take(), *args[1:]), part.count, self._key(part))
         if self._probe is not None:
             call = self._probe.drawn(part, call)
-        with self._user_code():
-            self._output = self.runner.accumulate(call, self.layout, self.releases.clipper, self.releases.open(part))
+        total = self.releases.open(part)
+        try:
+            with self._suspended(), self._user_code():
+                self._output = self.runner.accumulate(call, self.layout, self.releases.clipper, total)
+        except Exception as error:
+            self._failed = error  # one example must not decide over the others' gradients, should someone catch this
+            raise
         return torch.zeros((), device=self.layout.device, requires_grad=True)
 
     def _key(self, part: Part) -> bytes | None:
@@ -605,15 +687,18 @@ class FitSession:
             UnsupportedSettingError: the draw before was never released.
         """
         if self.releases.begin_window():
-            raise UnsupportedSettingError(
-                "a draw was never released: the optimizer did not step on it (an optimizer_step override that skips "
-                "steps?). Which draws are released must not depend on what they hold: step on every batch, or use "
-                "Trainer(accumulate_grad_batches=...)"
-            )
+            raise UnsupportedSettingError(NEVER_RELEASED)
 
     def release(self) -> None:
         """See :meth:`Releases.make`."""
-        if not self.releases.make():
+        if self._failed is not None:
+            raise self._failed
+        refusals.check_parameter_hooks(self.module)
+        with self._suspended():
+            going_on = self.releases.make()
+        if self._hooks is not None:
+            self._hooks.released(p.grad for p in self.layout.parameters if p.grad is not None)
+        if not going_on:
             self._stop()
 
     def _stop(self) -> None:

@@ -63,8 +63,9 @@ class Settings:
     clip_learning_rate: float | None
     count_noise_scale: float | None
     on_record_error: OnRecordError
-    unit: UnitOf | None
-    records_per_unit: int | None
+    unit: UnitOf | None = None
+    records_per_unit: int | None = None
+    public_state: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _validate.positive("eps", self.eps)
@@ -77,6 +78,9 @@ class Settings:
         _validate.choice("engine", self.engine, ("vmap", "ghost", "loop", "auto"))
         _validate.choice("on_record_error", self.on_record_error, ("raise", "zero"))
         _validate.choice("noise_source", self.noise_source, ("auto", "aes", "torch"))
+        if isinstance(self.public_state, str) or not all(isinstance(name, str) for name in self.public_state):
+            raise TypeError(f"public_state must be a list of attribute names, got {self.public_state!r}")
+        object.__setattr__(self, "public_state", tuple(self.public_state))
         _validate.boolean("assume_nothing_spent", self.assume_nothing_spent)
         _validate.boolean("allow_feedback", self.allow_feedback)
         _validate.integer("augmentations", self.augmentations, minimum=1)

@@ -45,6 +45,11 @@ class Window:
         """Loader batches in the draw that is gathered; 0 when empty."""
         return self._parts[-1].of if self._parts else 0
 
+    @property
+    def complete(self) -> bool:
+        """Whether every part of the draw is gathered, and not taken yet."""
+        return bool(self._parts) and self._parts[-1].index == self._parts[-1].of - 1
+
     def begins(self, part: Part) -> bool:
         """Whether ``part`` belongs to another draw than what is gathered so far."""
         return self.empty or part.index == 0 or part.release != self._parts[-1].release

@@ -141,8 +141,26 @@ class PerLayerClipper:
 def make_clipper(clipping: ClippingName, mechanism: Mechanism, layout: ParameterLayout) -> Clipper:
     """The clipper whose sensitivity ``mechanism`` is charged for, less its margin.
 
+    Args:
+        clipping: ``"flat"``, ``"automatic"``, ``"per_layer"`` or ``"adaptive"``. Adaptive clipping is flat clipping at
+            the mechanism's present C; the count beside it is :meth:`FlatClipper.count`.
+        mechanism: gives C and its margin in units of the gradient, the norm (l2; l1 of ``"laplace_l1"``) and the
+            layers' share of C.
+        layout: of the parameters whose norms will be handed in; per-layer clipping groups them by module.
+
+    Returns:
+        A :class:`Clipper`: norms ``[P, B]`` of P parameters and B examples in, weights ``[P, B]`` out, fp64.
+
     Raises:
         ValueError: the mechanism was made for other layers than those of ``layout``.
+
+    Example:
+        >>> layout = ParameterLayout(torch.nn.Linear(3, 1))  # weight and bias: P = 2
+        >>> mechanism = Mechanism(name="laplace", max_grad_norm=1.0, noise_multiplier=1.5)
+        >>> clipper = make_clipper("flat", mechanism, layout)
+        >>> clipper.weights(torch.tensor([[3.0, 0.3], [4.0, 0.4]], dtype=torch.float64))  # norms 5 and 0.5
+        tensor([[0.1998, 1.0000],
+                [0.1998, 1.0000]], dtype=torch.float64)
     """
     if clipping == "automatic":
         return AutomaticClipper(mechanism.clip_norm, mechanism.norm)

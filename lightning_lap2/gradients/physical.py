@@ -22,6 +22,9 @@ from torch import Tensor
 
 _C: Any = torch._C._functorch
 
+current_level: Callable[[], int | None] = _C.maybe_current_level
+"""The number of ``torch.func`` transforms that the running code is in; ``None`` for none."""
+
 is_wrapped: Callable[[Any], bool] = _C.is_functorch_wrapped_tensor
 """Whether a tensor is inside any ``torch.func`` transform."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,13 +15,16 @@ from torch.func import functional_call
 from lightning_lap2.batches import Examples
 from lightning_lap2.batches.generators import Entropy, private_generators
 from lightning_lap2.errors import IsolationError, UnsupportedModelError
-from lightning_lap2.gradients.attributes import AttributeGuard
 from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.recorder import Recorder, Trace
 from lightning_lap2.gradients.replay import Replay
+from lightning_lap2.gradients.reseeding import reseeding_refused
+from lightning_lap2.gradients.state import StateGuard, StateMemory
 from lightning_lap2.gradients.stepcall import StepCall
-from lightning_lap2.gradients.tracing import batch_statistics_refused, refuse_layers
+from lightning_lap2.gradients.tracing import batch_dimension_kept, batch_statistics_refused, refuse_layers
+from lightning_lap2.gradients.values import Reading
+from lightning_lap2.gradients.withheld import Withheld
 
 if TYPE_CHECKING:
     from lightning_lap2.gradients.engine import Engine
@@ -52,27 +56,26 @@ class _Forward(nn.Module):
 class UserStep:
     """``training_step`` for one example's batch, recorded.
 
-    Args:
-        places: numbers in the draw of the examples that this step is for.
-
     Attributes:
+        places: numbers in the draw of the examples that this step is for.
         module: the user's module.
         call: what the fit asks for.
         trace: of the latest run.
     """
 
     def __init__(
-        self, module: nn.Module, call: StepCall, places: Sequence[int], recorder: Recorder, guard: AttributeGuard,
+        self, module: nn.Module, call: StepCall, places: Sequence[int], recorder: Recorder, guard: StateGuard,
         forward: _Forward, entropy: Entropy, device: torch.device,
     ) -> None:  # fmt: skip
-        self.module, self.call, self._places = module, call, places
+        self.module, self.call, self.places = module, call, places
         self._recorder, self._guard, self._forward = recorder, guard, forward
         self._entropy, self._device = entropy, device
+        self._reading = Reading()
 
     def at(self, index: int) -> UserStep:
         """The step for one of the examples."""
         alone = copy.copy(self)
-        alone._places = self._places[index : index + 1]
+        alone.places = self.places[index : index + 1]
         return alone
 
     @property
@@ -87,6 +90,7 @@ class UserStep:
             by_slot: parameters by the names of :meth:`slot_names`, in place of the module's own.
         """
         trace = self._recorder.begin()
+        self._reading.begin()
         args = (self.call.prepare(batch), *self.call.args[1:])
         with self.call.context():
             if by_slot is None:
@@ -94,35 +98,47 @@ class UserStep:
             else:
                 output = functional_call(self._forward, by_slot, args, tie_weights=False)
             loss = trace.take_output(output)
+        self._guard.take_writes(trace)
         if loss is None:
             loss = torch.zeros((), device=self._device)
         return loss, tuple(trace.tensors)
 
+    def keep(self, trace: Trace) -> None:
+        """Makes ``trace`` the latest again: what ran since was for a look only."""
+        self._recorder.trace = trace
+
+    @property
+    def secret(self) -> bytes:
+        """What the random numbers of the last pass were made from."""
+        return self._entropy.take(again=True)
+
     @contextmanager
-    def tracing(self, *, together: bool, again: bool = False) -> Iterator[None]:
+    def tracing(self, *, together: bool = True, again: bool | bytes = False) -> Iterator[None]:
         """Around each pass over the user's code: generators of its own, and its module's state watched.
 
         Args:
-            together: whether all examples run at once (``vmap``), so that Python values cannot depend on one of them.
-            again: whether this repeats the last pass, whose random numbers come again.
+            together: whether all examples run at once (``vmap``), where a tensor that is read stands for all of them.
+            again: whether this repeats the last pass, whose random numbers come again; of an earlier pass its
+                :attr:`secret`.
         """
         self._guard.begin_call()
-        with private_generators(self._entropy, self._device, again=again):
+        self._reading = Reading()
+        generators = private_generators(self._entropy, self._device, again=again)
+        with reseeding_refused(), generators, self._reading.active() if together else nullcontext():
             yield
-        self._guard.end_call(allow_plain=together)
 
     def forget(self) -> None:
-        """Puts the module back as it was before the batch: an engine gave up, another begins anew."""
-        self._guard.undo()
+        """Puts the module back as the step found it: an engine gave up, another begins anew."""
+        self._guard.restore()
 
     def revised(self, first: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """``gradients`` of the examples from number ``first`` on, or what an audit puts in their place."""
         if self.call.revise is None:
             return gradients
-        return self.call.revise(self._places[first : first + len(gradients[0])], gradients)
+        return self.call.revise(self.places[first : first + len(gradients[0])], gradients)
 
     def slot_names(self, layout: ParameterLayout) -> list[list[str]]:
-        """For each parameter the names of all its slots for ``by_slot``, each slot once.
+        """For each parameter the names of all its slots for ``by_slot``, each slot once; none where it is withheld.
 
         A module that is reachable by two paths has one name here. With ``functional_call``'s own tying every path would
         be swapped, the second time for the traced tensor of the first, which would then stay in the user's module.
@@ -131,7 +147,10 @@ class UserStep:
             id(owner): f"module.{path}." if path else "module."
             for path, owner in self.module.named_modules(remove_duplicate=True)
         }
-        return [[prefix[id(owner)] + attribute for owner, attribute in slots] for slots in layout.slots]
+        return [
+            [prefix[id(owner)] + name for owner, name in slots if not isinstance(owner._parameters[name], Withheld)]
+            for slots in layout.slots
+        ]
 
 
 class StepRunner:
@@ -145,6 +164,7 @@ class StepRunner:
 
     Attributes:
         used: names of the engines that have run so far, in order of first use.
+        memory: what is known about the module's state; made at the first batch where nobody sets it before.
     """
 
     def __init__(self, module: nn.Module, engines: Sequence[Engine]) -> None:
@@ -152,6 +172,11 @@ class StepRunner:
         self.used: list[str] = []
         self.passed_over: dict[str, str] = {}
         self._recorder, self._forward = Recorder(module), _Forward(module)
+        self.memory: StateMemory | None = None
+        self._unlike: set[str] = set()
+        self._sums: dict[Hashable, bool] = {}
+        self._latest: Replay | None = None
+        self._kept = False
         self._first: dict[Any, int] = {}
         self._layout: ParameterLayout | None = None
 
@@ -175,27 +200,67 @@ class StepRunner:
         batch = call.examples
         if layout is not self._layout:
             self._layout, self._first = layout, {}  # what an engine can do depends on what trains
-        guard = AttributeGuard(self.module)
+        if self.memory is None:
+            self.memory = StateMemory(self.module)
+        guard = StateGuard(self.memory)
         entropy = Entropy(call.key)
-        traced: list[Traced] = []
+        traced: list[tuple[Sequence[int], Traced]] = []
         try:
             with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
                 for group, places in zip(batch.groups, batch.order, strict=True):
                     step = UserStep(
                         self.module, call, places, self._recorder, guard, self._forward, entropy, layout.device
                     )
-                    traced += self._group(group, step, layout, clipper, total if call.count else None)
+                    with batch_dimension_kept(group.rows_each):
+                        traced += self._group(group, step, layout, clipper, total if call.count else None)
         except BaseException:
-            guard.undo()
+            guard.abandon()
             raise
-        guard.close()
+        traces, tensors = [run.trace for _, run in traced], [run.tensors for _, run in traced]
+        replay = Replay(traces, tensors, call.count, [own for own, _ in traced], self._no_value, self._sums)
+        guard.close(traces, replay.value)
         if not traced:
             return None
-        return Replay([t.trace for t in traced], [t.tensors for t in traced], call.count).run()
+        if self._kept:
+            self._latest = replay
+        output = replay.run()
+        guard.settle(replay.value)
+        return output
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Inside, what was last recorded is kept for :meth:`learn`."""
+        self._kept = True
+        try:
+            yield
+        finally:
+            self._kept, self._latest = False, None
+
+    @contextmanager
+    def recording(self) -> Iterator[Trace]:
+        """The log and metric calls of a plain run of the step inside."""
+        with self._recorder.shadowing():
+            yield self._recorder.begin()
+
+    def learn(self, plain: Trace) -> None:
+        """From a plain run of the latest call's examples in one batch: whether what is logged is a sum or a mean."""
+        if self._latest is not None:
+            self._sums = self._latest.compared(plain)
+
+    def _no_value(self, what: str) -> None:
+        """Warns once of each call that has no value for the batch."""
+        if what not in self._unlike:
+            self._unlike.add(what)
+            warnings.warn(
+                f"{what} is left out where it differs between examples (made for some of them only, or with values of "
+                "unlike kinds): there is no value for the batch. Make the call for every example",
+                stacklevel=2,
+            )
 
     def _group(
         self, group: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
-    ) -> list[Traced]:
+    ) -> list[tuple[Sequence[int], Traced]]:
+        """What was recorded, each run with the places of its examples."""
         number = self._first.get(group.key, 0)
         while True:
             engine = self.engines[number]
@@ -217,16 +282,26 @@ class StepRunner:
                 raise
             if engine.name not in self.used:
                 self.used.append(engine.name)
-            return found
+            return list(zip(_shares(step.places, found), found, strict=True))
 
     def _one_by_one(
         self, group: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
-    ) -> list[Traced]:
+    ) -> list[tuple[Sequence[int], Traced]]:
         """Every example by itself; one on which the user's code raises adds nothing and logs nothing."""
         step.forget()
         if group.count == 1:
             return []
-        found = []
+        found: list[tuple[Sequence[int], Traced]] = []
         for index in range(group.count):
             found += self._group(group.apart(index, index + 1), step.at(index), layout, clipper, total)
         return found
+
+
+def _shares(places: Sequence[int], traced: Sequence[Traced]) -> list[Sequence[int]]:
+    """For each run the places of its examples."""
+    shares, start = [], 0
+    for run in traced:
+        stop = start + (len(run.tensors[0]) if run.tensors else 1)
+        shares.append(places[start:stop])
+        start = stop
+    return shares

@@ -8,10 +8,12 @@ by name.
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -21,11 +23,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.lines import line_of
 from lightning_lap2.gradients.marks import known_clean
-from lightning_lap2.gradients.physical import is_wrapped, quiet_fallback, replaced
+from lightning_lap2.gradients.physical import carries_batch, is_wrapped, quiet_fallback, replaced
 
 
 def is_traced(value: Any) -> bool:
@@ -73,7 +76,7 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-_REFUSABLE = (_BatchNorm, _InstanceNorm, nn.Embedding, nn.EmbeddingBag)
+_REFUSABLE = (_BatchNorm, _InstanceNorm, _SpectralNorm, nn.Embedding, nn.EmbeddingBag)
 """The classes that :func:`layer_refusal` looks at."""
 
 
@@ -89,6 +92,12 @@ def layer_refusal(layer: nn.Module, *, vmapped: bool) -> str | None:
         return (
             "writes running statistics of the data that no noise protects: use track_running_stats=False or "
             "nn.GroupNorm"
+        )
+    if isinstance(layer, _SpectralNorm) and layer.training:
+        return (
+            "takes a step of its power iteration at every call and keeps it in buffers, so at every example: switch "
+            "it to evaluation before fit (layer.parametrizations.weight.eval()), and iterate in on_train_batch_end "
+            "(norm.train(); layer.weight; norm.eval()), from the weights alone"
         )
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         if layer.max_norm is not None:
@@ -132,6 +141,34 @@ def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tenso
     return norm
 
 
+@contextmanager
+def batch_dimension_kept(rows: int) -> Iterator[None]:
+    """Inside, ``squeeze()`` without a dimension keeps a leading dimension of one.
+
+    Among several examples it keeps the batch dimension, and code relies on that; for one example alone torch takes that
+    away as well. Tensors that no example went into are squeezed as ever.
+
+    Args:
+        rows: of an example's batch; from two on there is nothing to do.
+    """
+    if rows != 1:
+        yield
+        return
+    with ExitStack() as undo:
+        for owner, name in ((torch, "squeeze"), (Tensor, "squeeze"), (Tensor, "squeeze_")):
+            undo.enter_context(replaced(owner, name, _keeping(getattr(owner, name))))
+        yield
+
+
+def _keeping(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def squeeze(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or input.dim() == 0 or input.shape[0] != 1 or known_clean(input):
+            return original(input, *args, **kwargs)
+        return original(input, tuple(range(1, input.dim())))
+
+    return squeeze
+
+
 # --- ways through vmap -----------------------------------------------------------------------------------------------
 
 
@@ -147,6 +184,7 @@ def traceable(module: nn.Module) -> Iterator[None]:
         masking = sys.modules.get("transformers.masking_utils")
         if masking is not None and "is_tracing" in vars(masking):  # transformers 5
             undo.enter_context(replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
+        undo.enter_context(_without_checks())
         for layer in layers_of(module):
             if isinstance(layer, nn.RNNBase):
                 # its forward collects the parameters it finds, which may be traced ones
@@ -162,7 +200,7 @@ def way_through(module: nn.Module, device: torch.device) -> Iterator[None]:
             # the CPU's fused attention has no batching rule: it would run one example at a time
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
         for layer in layers_of(module):
-            if isinstance(layer, nn.GRU | nn.RNN):
+            if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
                 handle = layer.register_forward_pre_hook(_batched_state, with_kwargs=True)
                 undo.callback(handle.remove)
         yield
@@ -193,21 +231,79 @@ def _one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return one_hot
 
 
+@contextmanager
+def _without_checks() -> Iterator[None]:
+    """Inside, libraries do not ask for values, or make tensors of one example, where there is no need.
+
+    torchmetrics' functional metrics check their arguments by value (``torch.unique``); torch's distributions draw
+    normal numbers into a tensor without the examples' dimension.
+    """
+    found = _checks(len(sys.modules))
+    try:
+        for module, name, _, instead in found:
+            setattr(module, name, instead)
+        yield
+    finally:
+        for module, name, before, _ in found:
+            setattr(module, name, before)
+
+
+@lru_cache(maxsize=1)
+def _checks(_modules: int) -> list[tuple[Any, str, Any, Any]]:
+    """Home, name, function and what stands in for it; searched anew when modules were loaded."""
+    found: list[tuple[Any, str, Any, Any]] = []
+    for home, module in list(sys.modules.items()):
+        for name, function in list(vars(module).items()) if home.startswith(_LIBRARIES) else ():
+            if _VALIDATION.fullmatch(name):
+                found.append((module, name, function, _unchecked(function)))
+            elif name == "_standard_normal":
+                found.append((module, name, function, _standard_normal))
+    return found
+
+
+_LIBRARIES = ("torchmetrics.functional.", "torch.distributions.")
+_VALIDATION = re.compile(r"_\w*_tensor_validation")
+
+
+def _unchecked(original: Callable[..., None]) -> Callable[..., None]:
+    def validation(*args: Any, **kwargs: Any) -> None:
+        if not any(map(is_traced, (*args, *kwargs.values()))):
+            original(*args, **kwargs)
+
+    return validation
+
+
+def _standard_normal(shape: Any, dtype: Any, device: Any) -> Tensor:
+    return torch.randn(shape, dtype=dtype, device=device)
+
+
 def _batched_state(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Gives GRU and RNN an initial state that carries the example dimension of their input."""
-    assert isinstance(layer, nn.GRU | nn.RNN)
+    """Gives recurrent layers an input and an initial state that both carry the examples' dimension, where one does."""
+    assert isinstance(layer, nn.RNNBase | nn.RNNCellBase)
     named = dict(zip(("input", "hx"), args, strict=False)) | kwargs
     x, hx = named["input"], named.get("hx")
-    if not is_traced(x):
+    if not isinstance(x, Tensor):  # packed
         return None
-    if hx is None:
-        shape = [layer.num_layers * (2 if layer.bidirectional else 1), layer.hidden_size]
-        if x.dim() == 3:
-            shape.insert(1, x.shape[0] if layer.batch_first else x.shape[1])
-        hx = x.new_zeros(shape)
-    return (x, hx + 0 * x.detach().sum()), {}
+    pair = isinstance(layer, nn.LSTM | nn.LSTMCell)
+    given = [] if hx is None else list(hx) if pair else [hx]
+    like = next((t for t in (x, *given) if carries_batch(t)), None)
+    if like is None:
+        return None
+    given = given or [like.new_zeros(shape, dtype=x.dtype) for shape in _state_shapes(layer, x)]
+    x, *given = [t if carries_batch(t) else t + like.new_zeros((), dtype=t.dtype) for t in (x, *given)]
+    return (x, tuple(given) if pair else given[0]), {}
+
+
+def _state_shapes(layer: nn.RNNBase | nn.RNNCellBase, x: Tensor) -> list[tuple[int, ...]]:
+    """Shapes of the initial state (h, and c for an LSTM) for the input ``x``."""
+    if isinstance(layer, nn.RNNCellBase):
+        return [(*x.shape[:-1], layer.hidden_size)] * (2 if isinstance(layer, nn.LSTMCell) else 1)
+    batch = [x.shape[0] if layer.batch_first else x.shape[1]] if x.dim() == 3 else []
+    layers = layer.num_layers * (2 if layer.bidirectional else 1)
+    shapes = [(layers, *batch, layer.proj_size or layer.hidden_size), (layers, *batch, layer.hidden_size)]
+    return shapes if isinstance(layer, nn.LSTM) else shapes[1:]
 
 
 # --- naming the line -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ dropped, so the memory is chunk x n, not batch x n.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -114,7 +115,7 @@ class VmapEngine(Engine):
         function = vmap(grad_and_value(loss_of, has_aux=True), in_dims=in_dims, randomness="different")
         try:
             marks = Marks(examples.tensors, vmapped=True)
-            with step.tracing(together=True), marks, seen_by_rules_refused():
+            with step.tracing(), marks, seen_by_rules_refused():
                 gradients, (_, carried) = function(tuple(p.detach() for p in layout.parameters), *examples.tensors)
         except (MemoryError, torch.OutOfMemoryError):
             raise
@@ -126,12 +127,20 @@ class VmapEngine(Engine):
 
 
 def runs_alone(examples: Examples, step: UserStep) -> bool:
-    """Whether the step runs on one example without ``vmap``: then the error is not the user's."""
+    """Whether the step runs on one example without ``vmap``, or is refused there too: then the error is not the user's.
+
+    Raises:
+        Exception: the user's own error, which names the user's lines and nothing of ``torch.func``.
+    """
+    step.forget()
     try:
-        step.forget()
-        step(examples.example(0))
-    except Exception:
-        return False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is warned of is not this run's matter
+            step(examples.example(0))
+    except UnsupportedModelError:
+        return True
+    except Exception as error:
+        raise error from None
     finally:
         step.forget()
     return True

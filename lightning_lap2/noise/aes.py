@@ -11,13 +11,13 @@ word as a signed integer. Both come from :math:`\tau`, the tangent of half the a
 :math:`2 / (1 + \tau^2) - 1` and :math:`2 \tau / (1 + \tau^2)`.
 
 *Tail.* Noise made from w uniform bits ends at w log 2 scales, and that end costs privacy. u therefore consists of 64
-further keystream bits wherever k does not fill the mantissa by itself (k < 2^53, one word in 1,024): every float in the
-tail can occur. u is (r + 1/2) 2^-64 with r the 64 bits, so t > 0 even where every bit is zero, and Laplace noise ends
+further keystream bits wherever leaving it out would be felt (k < 2^46, one word in 130,000): there the tail is as fine
+as floats are. u is (r + 1/2) 2^-64 with r the 64 bits, so t > 0 even where every bit is zero, and Laplace noise ends
 at 88.7 scales, Gaussian noise at 13.3.
 
 *Centre.* Near t = 1 floats are 2^-53 apart, and so are the values of -log t, in units of the scale: far finer than the
 cells of :mod:`~lightning_lap2.noise.grid`. The square root would make them coarse again near a radius of 0, so there
-(one word in 1,024) Gaussian noise takes :math:`-\log(1 - v)` with v = 1 - t formed from integers.
+(1 - t below 2^-17) Gaussian noise takes :math:`-\log(1 - v)` with v = 1 - t formed from integers.
 
 *Time.* Which words are refined depends on the noise alone, never on the sum that receives it.
 """
@@ -41,7 +41,7 @@ CHUNK = 1 << 16  # values per round; words, uniforms and output of a round stay 
 _ZEROS = bytes(64 * 1024)  # what the cipher turns into keystream
 _BITS = 63  # of k
 _MASK = np.uint64(2**_BITS - 1)
-_REFINED = 1 << 53  # k below this is refined: it does not fill the mantissa
+REFINED = 1 << 46  # k below this is refined, and as many at the other end: without u, -log t is off by 2^-46
 
 
 class Words(Protocol):
@@ -128,13 +128,16 @@ class _Maker:
 
     def _exponential(self, word: Array, t: Array, k: Array) -> None:
         """``t`` becomes its logarithm, after (k + u) 2^-63 took its place where k is small."""
-        where = np.flatnonzero(np.less(k, _REFINED, out=self._some[: len(k)]))
-        t[where] = (k[where] + self._fractions(len(where))) * 2.0**-_BITS
+        where = np.flatnonzero(np.less(k, REFINED, out=self._some[: len(k)]))
+        if len(where):
+            t[where] = (k[where] + self._fractions(len(where))) * 2.0**-_BITS
         np.log(t, out=t)
 
     def _centre(self, k: Array, log_t: Array) -> None:
         """Replaces log t by log(1 - v), v = 1 - t, where t is nearly 1."""
-        where = np.flatnonzero(np.greater_equal(k, 2**_BITS - _REFINED, out=self._some[: len(k)]))
+        where = np.flatnonzero(np.greater_equal(k, 2**_BITS - REFINED, out=self._some[: len(k)]))
+        if not len(where):
+            return
         v = ((2**_BITS - 1 - k[where]) + self._fractions(len(where))) * 2.0**-_BITS
         log_t[where] = np.log1p(-v)
 

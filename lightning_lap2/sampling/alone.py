@@ -18,6 +18,7 @@ A fetch *inside* a fetch (``self[j]`` in ``__getitem__``) is seen, and refused.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +54,7 @@ class Collator:
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], views: int = 1) -> None:
-        self.collate_fn, self.views = collate_fn, views
+        self.collate_fn, self.views = padding_to_multiples(collate_fn), views
 
     def __call__(self, fetched: Sequence[Any]) -> ExampleBatch:
         """The examples, each from what was fetched for it: a list of ``views`` records, or whatever the data set's
@@ -80,6 +81,31 @@ class Collator:
             return None
         records = [record for found in fetched for record in found]
         return records if all(map(_plain, records)) else None
+
+
+MULTIPLE = 16
+"""Of which a record's padded length is a multiple, where the collator can do that."""
+
+
+def padding_to_multiples(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``collate_fn``, padding to a multiple of 16 where it has that option and its user left it open.
+
+    Hugging Face's padding collators pad to the longest record of a batch, so to the record's own length when they are
+    given one record; almost every length would then be a shape of its own, and run by itself. ``pad_to_multiple_of``
+    makes the padded length a function of the record's own length that few others have. Nothing is done where a
+    tokenizer's ``model_max_length`` is no such multiple, since padding could go beyond it.
+    """
+    if getattr(collate_fn, "pad_to_multiple_of", MULTIPLE) is not None:
+        return collate_fn
+    longest = getattr(getattr(collate_fn, "tokenizer", None), "model_max_length", MULTIPLE)
+    if longest % MULTIPLE and longest < _UNLIMITED:
+        return collate_fn
+    padding = copy.copy(collate_fn)
+    padding.pad_to_multiple_of = MULTIPLE  # type: ignore[attr-defined]
+    return padding
+
+
+_UNLIMITED = 10**9  # tokenizers without a limit say 10**30
 
 
 def _plain(record: Any) -> bool:

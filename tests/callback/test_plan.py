@@ -29,8 +29,6 @@ DEFAULTS = {
     "clip_learning_rate": None,
     "count_noise_scale": None,
     "on_record_error": "raise",
-    "unit": None,
-    "records_per_unit": None,
 }
 
 

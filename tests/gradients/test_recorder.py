@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
+from lightning_lap2.batches import ExampleBatch
 from lightning_lap2.batches.rows import count_rows as rows
 from lightning_lap2.gradients import Engine, StepCall, UnsupportedModelError
 from lightning_lap2.gradients.clipping import FlatClipper
@@ -210,43 +211,21 @@ def run(module: nn.Module, kind: type[Engine], count: int, *, template: bool = F
     return kind(module).accumulate(call, layout, FlatClipper(1.0), total), total
 
 
-def arithmetic(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
-    m.log("x", 100 * m.accuracy(logits, y))
-    return loss
-
-
-def torch_arithmetic(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
-    return loss * m.accuracy(logits, y)
-
-
-def compute(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
-    m.accuracy.update(logits, y)
-    m.log("x", m.accuracy.compute())
-    return loss
-
-
-def summed(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
-    m.log("x", (logits.argmax(1) == y).float().sum(), reduce_fx="sum")
-    return loss
-
-
-def counted(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
-    m.log("x", (logits.argmax(1) == y).sum())
-    return loss
-
-
-def sum_metric(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
-    m.sum.update((logits.argmax(1) == y).sum())
-    return loss
-
-
-def counted_metric(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
-    m.accuracy.update((logits.argmax(1) == y).sum(), y)
-    return loss
-
-
 def vector_loss(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
     return logits
+
+
+def as_number(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    m.log("x", 1 - float(m.accuracy(logits, y)))
+    return loss
+
+
+def branch(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    return loss if m.accuracy(logits, y) > 0.5 else 2 * loss
+
+
+def loss_of_earlier_batches(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    return loss * m.accuracy.compute()
 
 
 def no_loss(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Any:
@@ -257,13 +236,9 @@ def no_loss(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        (arithmetic, "computes with the value that MulticlassAccuracy returned"),
-        (torch_arithmetic, "computes with the value that"),
-        (compute, r"calls MulticlassAccuracy.compute\(\)"),
-        (summed, "reduce_fx='sum'"),
-        (counted, "logs an integer tensor"),
-        (sum_metric, "SumMetric is given a value without a batch dimension"),
-        (counted_metric, "MulticlassAccuracy is given an integer without a batch dimension"),
+        (as_number, "turns the value that MulticlassAccuracy returned into a plain number"),
+        (branch, "MulticlassAccuracy returned into a plain number, a text or a condition"),
+        (loss_of_earlier_batches, r"computed from MulticlassAccuracy.compute\(\)"),
         (vector_loss, "must return a loss tensor with one element"),
         (no_loss, "a dict with such a 'loss', or None; got NoneType"),
     ],
@@ -275,28 +250,140 @@ def test_what_cannot_be_replayed_says_so(step: Any, words: str, kind: type[Engin
     assert not module.accuracy.update_called
 
 
-def test_log_calls_that_depend_on_the_example_are_refused() -> None:
+class Remembering(MeanSquaredError):
+    """Keeps beside its states what no reset clears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0.0
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        super().update(preds, target)
+        self.seen += float(target.detach().sum()) if not torch._C._functorch.is_functorch_wrapped_tensor(target) else 0
+
+    def compute(self) -> Tensor:
+        return super().compute() * (1 + self.seen)
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+def test_a_metric_as_the_loss_knows_nothing_of_earlier_batches(kind: type[Engine]) -> None:
+    class Regression(Step):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            return self.error(self.net(x)[:, 0], y * 0.0)
+
+    torch.manual_seed(0)
+    module = Regression(None)
+    module.error = Remembering()
+    layout, totals = ParameterLayout(module), []
+    engine, call = kind(module), StepCall(((torch.ones(3, 6), torch.arange(3)), 0), 3)
+    for _ in range(2):
+        totals.append(layout.zeros())
+        engine.accumulate(call, layout, FlatClipper(1.0), totals[-1])
+        module.error.seen += 5.0  # what an update with other records may leave
+    assert float(totals[0].norm()) > 0
+    assert torch.equal(totals[0], totals[1])
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+def test_counts_are_summed(kind: type[Engine]) -> None:
     def step(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
-        if y.item() == 0:
-            m.log("zero", loss)
+        hits = (y == 0).sum()
+        m.log("hits", hits)
+        m.log("rows", float(len(y)), reduce_fx="sum")
+        m.log("number", hits.item())
+        m.log("mine", hits.float(), reduce_fx=torch.sum)
+        m.sum.update(hits)
         return loss
 
-    with pytest.raises(UnsupportedModelError, match="different log or metric calls for different examples"):
-        run(Step(step), LoopEngine, 3)
+    module = Step(step)
+    run(module, kind, 4)
+    assert {args[0]: float(args[1]) for args, _ in module.made} == {"hits": 2, "rows": 4, "number": 2, "mine": 2}
+    assert float(module.sum.compute()) == 2
+    module.made.clear()
+    run(module, kind, 1, template=True)
+    assert {float(args[1]) for args, _ in module.made if args[0] != "number"} == {0.0}
+    assert float(module.sum.compute()) == 2
 
 
-def test_counts_read_out_are_refused() -> None:
-    module = Step(lambda m, loss, logits, y: m.log("hits", int(y.item() == 0)) or loss)
-    with pytest.raises(UnsupportedModelError, match=r"self.log\('hits', ...\) logs an int that differs"):
-        run(module, LoopEngine, 3)
-
-
-def test_outputs_that_depend_on_the_example_are_refused() -> None:
+def test_log_calls_that_depend_on_the_example_are_left_out_with_one_warning() -> None:
     def step(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Any:
+        if y.item() == 0:
+            m.log("zero", loss)
+            m.accuracy.update(logits, y)
+        m.log("all", loss)
         return {"loss": loss, ("zero" if y.item() == 0 else "other"): logits}
 
-    with pytest.raises(UnsupportedModelError, match="different entries for different examples"):
-        run(Step(step), LoopEngine, 3)
+    module = Step(step)
+    engine, layout = LoopEngine(module), ParameterLayout(module)
+    call = StepCall(((torch.ones(3, 6), torch.arange(3)), 0), 3)
+    with pytest.warns(UserWarning, match="is left out where it differs between examples") as seen:
+        output = engine.accumulate(call, layout, FlatClipper(1.0), layout.zeros())
+    assert [str(w.message).split(" is left out")[0] for w in seen] == [
+        "self.log('zero', ...)",
+        "a call of MulticlassAccuracy.update()",
+        "the entry 'zero' of what training_step returns",
+    ]
+    assert [args[0] for args, _ in module.made] == ["all"]
+    assert output.keys() == {"loss"}
+    engine.accumulate(call, layout, FlatClipper(1.0), layout.zeros())  # warned of once
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+def test_rows_that_are_not_finite_are_left_out_of_logged_means(kind: type[Engine]) -> None:
+    def step(m: Any, loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+        value = torch.where(y == 1, float("nan"), y.float()).mean()
+        m.log("value", value)
+        m.log("none", value * float("nan"))
+        return loss + 0 * value
+
+    module = Step(step)
+    output, total = run(module, kind, 3)
+    assert torch.isfinite(output)
+    assert torch.isfinite(total).all()
+    assert float(module.made[0][0][1]) == 1.0  # of 0, nan and 2
+    assert torch.isnan(module.made[1][0][1])
+
+
+def ragged(kind: type[Engine], step: Any) -> tuple[Any, Any]:
+    """Examples of 2, 3, 2 and 3 time steps, so in two groups."""
+    torch.manual_seed(0)
+    module = Step(step)
+    module.training_step = lambda batch, batch_idx: step(module, *batch)  # type: ignore[method-assign]
+    records = [(torch.full((1, length, 6), float(k)), torch.tensor([k])) for k, length in enumerate((2, 3, 2, 3))]
+    layout = ParameterLayout(module)
+    call = StepCall((ExampleBatch.of(records), 0), 4)
+    return module, kind(module).accumulate(call, layout, FlatClipper(1.0), layout.zeros())
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+def test_outputs_of_several_shapes_are_in_the_order_of_the_draw(kind: type[Engine]) -> None:
+    def step(m: Any, x: Tensor, y: Tensor) -> Any:
+        m.log("mean", x.mean())
+        return {"loss": m.net(x).square().mean(), "y": y, "x": x[..., 0], "flat": x[0, :, 0], "size": x.shape[1]}
+
+    module, output = ragged(kind, step)
+    assert output["y"].tolist() == [0, 1, 2, 3]
+    assert output["x"].tolist() == [[0, 0, 0], [1, 1, 1], [2, 2, 0], [3, 3, 3]]
+    assert output["flat"].tolist() == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]
+    assert float(module.made[0][0][1]) == 1.5
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+def test_metrics_over_several_shapes(kind: type[Engine]) -> None:
+    def step(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        m.log("value", m.error(x, x + y))
+        return m.net(x).square().mean()
+
+    module = Step(step)
+    module.error = MeanSquaredError()
+    module.training_step = lambda batch, batch_idx: step(module, *batch)  # type: ignore[method-assign]
+    records = [(torch.ones(1, length, 6), torch.tensor([float(length)])) for length in (2, 3, 2)]
+    layout = ParameterLayout(module)
+    kind(module).accumulate(StepCall((ExampleBatch.of(records), 0), 3), layout, FlatClipper(1.0), layout.zeros())
+    want = (2 * 12 * 4 + 18 * 9) / (2 * 12 + 18)
+    assert float(module.made[0][0][1]) == pytest.approx(want)
+    assert float(module.error.compute()) == pytest.approx(want)
 
 
 def test_numbers_read_out_are_averaged_under_the_loop_engine() -> None:

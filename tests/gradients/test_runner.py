@@ -70,12 +70,12 @@ def test_each_group_goes_to_the_first_engine_that_takes_it() -> None:
 
 
 def test_the_last_engines_refusal_is_the_users() -> None:
-    module, batch = Net(), ragged([2, 5])
+    module, batch = Net(), ragged([2, 5, 5])
     layout = ParameterLayout(module)
     runner = StepRunner(module, [make_engine("vmap", module)])
     total = layout.zeros()
     with pytest.raises(UnsupportedModelError, match=r"engine='vmap'.*engine='loop'"):
-        runner.accumulate(StepCall((batch, 0), 2), layout, FlatClipper(0.1), total)
+        runner.accumulate(StepCall((batch, 0), 3), layout, FlatClipper(0.1), total)
 
 
 class Refusing:
@@ -88,7 +88,7 @@ class Refusing:
 
     def add_clipped(self, examples: Any, step: Any, layout: Any, clipper: Any, total: Any) -> Any:
         self.calls += 1
-        with step.tracing(together=True):
+        with step.tracing():
             step(examples.example(0))
         raise self.error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -46,13 +47,13 @@ def _patched(module: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_patched_is_undone(fails: bool) -> None:
     pytest.importorskip("transformers.masking_utils")
-    seen: list[Any] = []
+    seen: SimpleQueue[Any] = SimpleQueue()  # a list that the step reaches would be put back
 
     def step(m: Any, x: Tensor, y: Tensor) -> Tensor:
-        seen.append(_patched(m))
+        seen.put(_patched(m))
         h = m.gru(m.net(x)[:, None])[0][:, 0]
         if fails:
-            h = h * y.item()
+            h = h * float(y)
         return (h * F.one_hot(y, 4)).sum()
 
     module = Module(step)
@@ -63,7 +64,7 @@ def test_everything_patched_is_undone(fails: bool) -> None:
             run(module, VmapEngine)
     else:
         run(module, VmapEngine)
-    inside = seen[0]
+    inside = seen.get()
     assert inside[0] is not before[0]
     assert inside[1] is not before[1]
     assert inside[2] != before[2]
@@ -91,11 +92,11 @@ def test_a_hidden_state_of_the_user_is_kept() -> None:
 
 
 def item(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return m.net(x).sum() * y.item()
+    return m.net(x).sum() * float(y)
 
 
 def branch(m: Any, x: Tensor, y: Tensor) -> Tensor:
-    return m.net(x).sum() if x.sum() > 0 else m.net(-x).sum()
+    return m.net(x).sum() if x.sum() > 9 else m.net(-x).sum()
 
 
 def numpy(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -175,7 +176,7 @@ def test_functional_norms_without_batch_statistics_run(kind: Any) -> None:
 def test_the_layer_is_named() -> None:
     class Reads(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x * x.max().item()
+            return x * float(x.max().detach())
 
     module = Module(lambda m, x, y: m.reads[0](m.net(x)).sum())
     module.reads = nn.Sequential(Reads())  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from scipy import stats
 from benchmarks.floating_point import FLOATS, OURS, Source, advantage, certain, claimed_advantage
 from lightning_lap2.mechanism import GRID_SHIFT
 from lightning_lap2.noise import AesNoise, NoiseSource, StagedAesNoise, TorchNoise, device, make_noise_source
-from lightning_lap2.noise.aes import CHUNK, add_noise, noise_chunks
+from lightning_lap2.noise.aes import CHUNK, REFINED, add_noise, noise_chunks
 from lightning_lap2.noise.grid import CELLS, round_, spacing
 
 CPU = torch.device("cpu")
@@ -114,7 +114,8 @@ def words_of_every_kind(size: int) -> np.ndarray:
     anywhere = rng.integers(0, 2**63, size, dtype=np.uint64)
     tail = np.array([int(x) for x in 2.0 ** rng.uniform(0, 63, size)], dtype=np.uint64)
     near = np.uint64(2**63 - 1) - np.minimum(tail, np.uint64(2**63 - 1))
-    edges = np.array([2**53 + d for d in range(-20, 20)] + [2**63 - 2**53 + d for d in range(-20, 20)], dtype=np.uint64)
+    ends = (REFINED, 2**53, 2**63 - 2**53, 2**63 - REFINED)
+    edges = np.array([end + d for end in ends for d in range(-20, 20)], dtype=np.uint64)
     return np.concatenate([anywhere, tail, near, edges])
 
 
@@ -142,7 +143,7 @@ def further_of(words: np.ndarray, further: np.ndarray, small: np.ndarray) -> lis
 def test_laplace_noise_of_aes_is_real_noise_up_to_off(made) -> None:
     words, signs, further, _ = made
     ((_, noise),) = noise_chunks(len(words), 1.0, "laplace", Given(words | signs, further))
-    u = further_of(words, further, words < 2**53)
+    u = further_of(words, further, words < REFINED)
     with mpmath.workdps(50):
         sign = [1 if s else -1 for s in signs]
         real = [-exact_log(int(k), v) for k, v in zip(words, u, strict=True)]
@@ -153,9 +154,9 @@ def test_laplace_noise_of_aes_is_real_noise_up_to_off(made) -> None:
 
 def test_gaussian_noise_of_aes_is_real_noise_up_to_off(made) -> None:
     words, _, further, angles = made
-    centre = words >= 2**63 - 2**53
+    centre = words >= 2**63 - REFINED
     ((_, noise),) = noise_chunks(2 * len(words), 1.0, "gaussian", Given(words, further, further, angles))
-    u = further_of(words, further, words < 2**53)
+    u = further_of(words, further, words < REFINED)
     rest = further_of(words, further, centre)  # of 1 - t
     off = []
     with mpmath.workdps(50):
@@ -298,7 +299,8 @@ class Narrow:
         return self._rng.integers(0, 2**64, size, dtype=np.uint64)
 
     def fill(self, out: np.ndarray) -> None:
-        out[:] = self.draw(next(self._calls), len(out))
+        few = len(out) < 1000  # further bits of some words of a chunk
+        out[:] = self.draw("u" if few else next(self._calls), len(out))
 
 
 PLACES = [(0.0, 0.5), (1.0, 1.5), (10.0, 10.5)]
@@ -324,7 +326,7 @@ def test_cells_come_out_as_often_as_they_should(kind, distribution, low, high, m
     size, scale, middle = 400_000, 1.7, 0.3123
     powers = (1.0, 1.0) if distribution == "laplace" else (2.0, 2.0)
     ends = [math.exp(-(x ** powers[0]) / powers[1]) for x in (high, low)]
-    calls = ["k", "u"] if distribution == "laplace" else ["k", "u", "u", "angle"]
+    calls = ["k"] + ["u"] * (ends[1] < BITS) + ["angle"] * (distribution == "gaussian")
     words = Narrow(ends[0], ends[1], calls, bits=64 if kind == "aes" else 63)
     values = torch.full((size,), middle, dtype=torch.float64)
     if kind == "aes":

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from lightning_lap2.noise import device
-from lightning_lap2.noise.aes import Keystream, add_noise, noise_chunks
+from lightning_lap2.noise.aes import REFINED, Keystream, add_noise, noise_chunks
 from lightning_lap2.noise.device import key_philox, key_twister, split_words, uniform, unit_gaussian, unit_laplace
 
 LOG2 = math.log(2)
@@ -60,24 +60,24 @@ def test_refinement_reaches_between_the_words(further):
     assert np.abs(made("laplace", 0, further)) == pytest.approx(expected, rel=1e-14)
 
 
-def test_words_below_the_mantissa_are_refined():
-    for k, refined in ((2**53 - 1, 2), (2**53, 0)):
+def test_small_words_are_refined():
+    for k, asked in ((REFINED - 1, [2, 2]), (REFINED, [2])):
         words = Crafted(k)
         add_noise(torch.zeros(2), 1.0, "laplace", words)
-        assert words.asked == [2, refined]
+        assert words.asked == asked
 
 
 def test_radius_near_zero_is_as_fine_as_any_other():
     """k = 2^63 - 1 and 64 further bits: 1 - t = (r + 1/2) 2^-127; the square root of -2 log t alone would be 0."""
     for further in (2**63, 2**40, 1):
-        values = made("gaussian", 2**63 - 1, 0, further, 0)
+        values = made("gaussian", 2**63 - 1, further, 0)
         assert values[0] == pytest.approx(math.sqrt(2 * (further + 0.5) * 2.0**-127), rel=1e-14)
 
 
 def test_gaussian_angles_go_round_the_whole_circle():
     for eighth in range(-4, 4):
         angle = eighth / 4 * math.pi
-        values = made("gaussian", 2**62, 0, 0, (eighth % 8) << 61)
+        values = made("gaussian", 2**62, (eighth % 8) << 61)
         radius = math.sqrt(2 * LOG2)
         assert values == pytest.approx([radius * math.cos(angle), radius * math.sin(angle)], abs=1e-15)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -199,3 +200,46 @@ def test_a_fetch_inside_a_fetch_is_seen_through_containers_and_the_classes_are_l
     with pytest.raises(IsolationError, match="asked for two records while one was fetched"):
         batches(DataLoader(Nested(both=True)), [[1, 2]])
     assert TensorDataset.__getitem__ is before
+
+
+class Padding:
+    """A padding collator as Hugging Face writes them."""
+
+    def __init__(self, pad_to_multiple_of: int | None = None, model_max_length: int | None = None) -> None:
+        self.pad_to_multiple_of = pad_to_multiple_of
+        if model_max_length is not None:
+            self.tokenizer = SimpleNamespace(model_max_length=model_max_length)
+
+    def __call__(self, records: list[list[int]]) -> torch.Tensor:
+        longest, multiple = max(map(len, records)), self.pad_to_multiple_of or 1
+        longest = -(-longest // multiple) * multiple
+        return torch.tensor([record + [0] * (longest - len(record)) for record in records])
+
+
+@pytest.mark.parametrize(
+    ("collate", "lengths"),
+    [
+        (Padding(), {16, 32}),
+        (Padding(model_max_length=512), {16, 32}),
+        (Padding(model_max_length=10**30), {16, 32}),
+        (Padding(4), {4, 8, 16, 20}),  # the user's own
+        (Padding(model_max_length=20), {3, 5, 13, 17, 16}),  # 32 would be beyond what the model takes
+    ],
+)
+def test_padding_collators_pad_to_multiples_of_a_length(collate: Padding, lengths: set[int]) -> None:
+    records = [list(range(1, length + 1)) for length in (3, 5, 13, 17, 16)]
+    before = collate.pad_to_multiple_of
+    batch = Collator(collate).of_stream(records)
+    assert {group.tensors[0].shape[-1] for group in batch.groups} == lengths
+    for place, record in enumerate(records):
+        row = batch.example(place)[0].tolist()
+        assert row[: len(record)] == record
+        assert not any(row[len(record) :])
+    assert collate.pad_to_multiple_of == before
+
+
+def test_a_records_padding_is_the_same_in_every_company() -> None:
+    short, long = [1, 2, 3], list(range(40))
+    alone = Collator(Padding()).of_stream([short])
+    among = Collator(Padding()).of_stream([long, short, long])
+    assert torch.equal(alone.example(0), among.example(1))

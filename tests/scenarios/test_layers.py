@@ -31,12 +31,12 @@ class Checkpointed(nn.Sequential):
 class Branches(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        return out if x.isfinite().all() else 0 * out
+        return out if x.sum() > 0 else 2 * out
 
 
 class Reads(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 0.0 * x.max().item()
+        return super().forward(x) + 0.0 * float(x.max())
 
 
 class Recurrent(nn.Module):

@@ -146,6 +146,12 @@ def test_lbfgs(namespace: Namespace) -> None:
     refused(namespace, "LBFGS calls its closure several times.*SGD", module=module)
 
 
+def test_sparse_adam(namespace: Namespace) -> None:
+    module = classifier(namespace.pl)
+    module.configure_optimizers = lambda: torch.optim.SparseAdam(module.parameters())
+    refused(namespace, "SparseAdam takes sparse gradients only.*use Adam", module=module)
+
+
 def test_overfit_batches(namespace: Namespace) -> None:
     refused(namespace, r"overfit_batches=2\).*Subset", overfit_batches=2)
 

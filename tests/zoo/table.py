@@ -59,20 +59,31 @@ that kind under the present one.
 ## What one example at a time means for a step
 
 * `self.log`, `self.log_dict` and torchmetrics objects are recorded and replayed once per batch, with the batch's
-  values. A 0-dim tensor is logged as the mean over examples; a count (an integer tensor, `reduce_fx="sum"`), arithmetic
-  on a metric's returned value, and `.compute()` in the step are refused.
-* A batch may hold tensors with one row per example, 0-dim tensors, numbers, strings, and lists of one string or number
-  per example, in tuples, lists, named tuples, dicts and `BatchEncoding`s. Anything else is refused by its path.
-* Plain Python attributes that the step changes (counters, lists) have the effect of one step per batch under `"ghost"`
-  and `"vmap"`, and are refused by name under `"loop"`, where their value could depend on the data. Buffers and
-  parameters written in the step, and tensors of the data kept on the module, are refused under every engine; so is a
-  tensor of the data that was kept elsewhere (a global, a closure, a cache) when a later step reads it.
+  values. A 0-dim float is logged as the mean over the examples whose value is finite, an integer tensor (a count) or
+  a value under `reduce_fx="sum"` as the sum; where the trial at fit start could run the step on a whole batch as well,
+  what is a sum and what a mean is learnt from that run. `metric.compute()`, arithmetic on what a metric returned, and a
+  metric as the loss do what they do in plain training; such a value cannot become a plain number or decide a branch. A
+  call that only some examples make is left out, with one warning.
+* `.item()` gives a number that knows its values of all examples: log it, return it, compute with it. A condition,
+  `float()` or `int()` is given where all examples agree (so `assert not torch.isnan(loss)` costs nothing); where they
+  do not, `engine="auto"` goes on to `"loop"`, and an assertion that fails there ends the fit before the release.
+* `.squeeze()` without a dimension keeps the batch dimension, as it does among several examples.
+* A batch may hold tensors and anything else in tuples, lists, named tuples, dicts, dataclasses, attrs classes and
+  `BatchEncoding`s. An object of another class (graph data, say), a boolean mask, a packed sequence, a gradient penalty
+  go to `"loop"`; a class given to `register_batch_type` is taken apart for the faster engines.
+* Examples of unlike shapes run in one group per shape. Padding collators with `pad_to_multiple_of` are told to pad to a
+  multiple of 16, so that text falls into few groups.
+* Plain Python attributes that the step changes (counters, lists) have the effect of one step per batch under `"vmap"`
+  and `"ghost"`, and are refused by name under `"loop"`, where their value could depend on the data, as they are where
+  the step has read a value on which its examples agree. Buffers and parameters written in the step, and tensors of the
+  data kept on the module, are refused under every engine; so is a tensor of the data that was kept elsewhere (a global,
+  a closure, a cache) when a later step reads it.
 * Python's and NumPy's random numbers are drawn once per chunk under `"ghost"` and `"vmap"`; torch's (dropout) for each
   example.
 * `x.shape[0]` is 1 inside the step (K under `augmentations=K`); where it is `batch_size=` of a log call or the `weight`
   of a MeanMetric, the real batch's size is put in.
 * `self.logger` is not recorded: what a step writes there itself is written once per example under `"loop"`.
-* In-batch losses (contrastive, mixup) have no meaning for one example; the pre-flight refuses what it can see of them.
+* In-batch losses (contrastive, mixup) have no meaning for one example; the trial refuses what it can see of them.
 """
 
 

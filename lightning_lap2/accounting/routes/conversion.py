@@ -35,8 +35,9 @@ class MomentCurve:
     Args:
         level: ``level(i)`` is A at the integer orders ``ORDER_LEVELS[i]``, all steps together.
         levels: number of levels.
-        sampled: like ``level``, only the steps known at integers (those with sampling).
+        sampled: like ``level``, of each kind of step known at integers only (with sampling), shape [kinds, orders].
         unsampled: A of the other steps at real orders.
+        ceiling: A of the sampled kinds at real orders if they were not sampled, shape [kinds, orders]: never smaller.
         interpolate: whether orders between the integers may be used.
     """
 
@@ -44,6 +45,7 @@ class MomentCurve:
     levels: int
     sampled: Callable[[int], Array]
     unsampled: Callable[[Array], Array]
+    ceiling: Callable[[Array], Array]
     interpolate: bool
 
 
@@ -95,20 +97,26 @@ def minimise(curve: MomentCurve, objective: Objective) -> tuple[float, float]:
     minimum, order = float(joined[best]), float(every[best])
     if curve.interpolate:
         around = slice(max(best - 1, 0), best + 2)
-        fine, at = _refine(curve, objective, every[around], np.concatenate(sampled)[around])
+        fine, at = _refine(curve, objective, every[around], np.concatenate(sampled, axis=1)[:, around])
         if fine < minimum:
             minimum, order = fine, at
     return minimum, order if minimum < math.inf else math.inf
 
 
 def _refine(curve: MomentCurve, objective: Objective, knots: Array, sampled: Array) -> tuple[float, float]:
-    """Minimise over real orders in [knots[0], knots[-1]]: a 33-point grid, narrowed five times."""
+    """Minimise over real orders in [knots[0], knots[-1]]: a 33-point grid, narrowed five times.
+
+    A kind of sampled steps lies below its chords and below what it would be without sampling, of which the smaller is
+    taken: else epsilon would fall where a rate reaches 1 and its moments become known at real orders.
+    """
     low, high = float(knots[0]), float(knots[-1])
     low = max(low, 1.0 + 1e-6 * (high - 1.0))
     minimum, order = math.inf, math.inf
     for _ in range(5):
         grid = np.linspace(low, high, 33)
-        moments = np.interp(grid, knots, sampled) + curve.unsampled(grid)
+        moments = curve.unsampled(grid)
+        for chords, whole in zip(sampled, curve.ceiling(grid), strict=True):
+            moments = moments + np.minimum(np.interp(grid, knots, chords), whole)
         usable = moments < INFINITE
         if not usable.any():
             break

@@ -108,25 +108,32 @@ class Falling(GridRoute):
 
     def _epsilon(self, counts: Mapping[Pair, int], delta: float) -> Sides:
         forward, reverse = profiles(counts, delta)
-        found = _least_epsilon(lambda eps: self._forward(forward, eps), delta) + forward.drift
-        if forward is reverse:
-            return Sides(found, found)
-        return Sides(found, _least_epsilon(lambda eps: self._reverse(reverse, eps), delta) + reverse.drift)
+        found = Sides(
+            _least_epsilon(lambda eps: self._forward(forward, eps, self._log_floor), delta) + forward.drift,
+            _least_epsilon(lambda eps: self._reverse(reverse, eps), delta) + reverse.drift,
+        )
+        if forward is not reverse:
+            return found
+        # every rate is taken as 1, where c0 = 0: there the two directions are each other's reflection
+        whole = _least_epsilon(lambda eps: self._forward(forward, eps, -math.inf), delta) + forward.drift
+        return found.least(Sides(whole, whole))
 
     def _delta(self, counts: Mapping[Pair, int], eps: float, grid: float) -> Sides:
         forward, reverse = profiles(counts, grid, WIDTH_DELTA)
-        found = self._forward(forward, max(eps - forward.drift, 0.0))
-        if forward is reverse:
-            return Sides(found, found)
-        return Sides(found, self._reverse(reverse, max(eps - reverse.drift, 0.0)))
+        reduced = max(eps - forward.drift, 0.0)
+        found = Sides(self._forward(forward, reduced, self._log_floor), self._reverse(reverse, reduced))
+        if forward is not reverse:
+            return found
+        whole = self._forward(forward, reduced, -math.inf)
+        return found.least(Sides(whole, whole))
 
-    def _forward(self, hockey: Profile, eps: float) -> float:
+    def _forward(self, hockey: Profile, eps: float, log_floor: float) -> float:
         """The smallest bound over touching lines: (1/s) sum_k weight_k E(R' - c0 - sigma node_k)_+."""
         f = self._function
         if eps > _MAX_EPS:
             return 1.0
-        sigma = -np.expm1(self._log_floor - eps) / f.zeros  # over e^eps
-        log_k = eps + np.log(math.exp(self._log_floor - eps) + sigma[:, None] * f.nodes)
+        sigma = -np.expm1(log_floor - eps) / f.zeros  # over e^eps
+        log_k = eps + np.log(math.exp(log_floor - eps) + sigma[:, None] * f.nodes)
         return min(1.0, float(np.min(hockey(log_k) @ f.weights / f.slopes)) * _SAFE)
 
     def _reverse(self, hockey: Profile, eps: float) -> float:

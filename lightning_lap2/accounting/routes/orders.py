@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_lap2.accounting.composition import Composition
+from lightning_lap2.accounting.release import Release
 from lightning_lap2.accounting.routes.conversion import (
     MomentCurve,
     Objective,
@@ -58,30 +60,26 @@ class Orders:
 
     def level(self, level: int) -> Array:
         """A at every order of ``ORDER_LEVELS[level]``."""
-        return self._sum(level, sampled_only=False)
+        return np.sum([np.zeros(len(ORDER_LEVELS[level])), *self._of_each(self._composition.noisy, level)], axis=0)
 
-    def _sum(self, level: int, sampled_only: bool) -> Array:
-        total = np.zeros(len(ORDER_LEVELS[level]))
+    def _of_each(self, counts: Iterable[tuple[Release, int]], level: int) -> list[Array]:
         mechanism, bound = self._composition.mechanism, self._composition.bound
-        for release, steps in self._composition.noisy:
-            if not (sampled_only and release.sample_rate == 1.0):
-                total += steps * level_log_moments(release, mechanism, bound, level)
-        return total
+        return [steps * level_log_moments(release, mechanism, bound, level) for release, steps in counts]
 
-    def _unsampled(self, orders: Array) -> Array:
-        total = np.zeros_like(orders)
-        for release, steps in self._composition.noisy:
-            if release.sample_rate == 1.0:
-                table = real_table(orders, release, self._composition.mechanism, self._composition.bound)
-                total += steps * table * (1.0 + 4e-15)
-        return total
+    def _whole(self, counts: Iterable[tuple[Release, int]], orders: Array) -> list[Array]:
+        """A of each kind at real orders, as if it were not sampled."""
+        mechanism, bound = self._composition.mechanism, self._composition.bound
+        return [t * real_table(orders, release, mechanism, bound) * (1.0 + 4e-15) for release, t in counts]
 
     def _minimise(self, objective: Objective) -> tuple[float, float]:
+        sampled = [(r, t) for r, t in self._composition.noisy if r.sample_rate < 1.0]
+        unsampled = [(r, t) for r, t in self._composition.noisy if r.sample_rate == 1.0]
         curve = MomentCurve(
             level=self.level,
             levels=level_count(self._composition.bound),
-            sampled=lambda level: self._sum(level, sampled_only=True),
-            unsampled=self._unsampled,
+            sampled=lambda level: np.reshape(self._of_each(sampled, level), (len(sampled), len(ORDER_LEVELS[level]))),
+            unsampled=lambda orders: np.sum([np.zeros_like(orders), *self._whole(unsampled, orders)], axis=0),
+            ceiling=lambda orders: np.reshape(self._whole(sampled, orders), (len(sampled), orders.size)),
             interpolate=self._interpolate,
         )
         return minimise(curve, objective)

@@ -16,7 +16,7 @@ _GRID_DELTAS = tuple(10.0 ** -(1.5**i) for i in range(13))
 """Where delta is sought: a grid made for one of these serves down to the next."""
 WIDTH_DELTA = 1e-8
 """All of these grids have the same width, so that it does not matter where the search begins."""
-_NEARLY_FULL = 0.999
+_LARGE_RATE, _MOST_VARIANTS = 0.5, 3
 
 
 class Sides(NamedTuple):
@@ -60,12 +60,15 @@ class GridRoute(ABC):
 
     def __init__(self, composition: Composition, pair_of: Callable[..., Pair]) -> None:
         counts = paired(composition, pair_of)
+        # Unsampled steps merge into one, which is rounded once. So that nearly unsampled ones do not cost more, the
+        # largest rates are also taken as 1: those above one rate of the ledger after the other.
+        rates = sorted({p.rate for p in counts if _LARGE_RATE <= p.rate < 1.0}, reverse=True)
         self._variants = [merged(counts)]
-        if any(_NEARLY_FULL <= p.rate < 1.0 for p in self._variants[0]):
-            # unsampled steps merge into one, which is rounded once: nearly unsampled ones must not cost more
-            full = {Pair(p.parameter, 1.0 if p.rate >= _NEARLY_FULL else p.rate, p.laplace): 0 for p in counts}
+        for least in rates[:_MOST_VARIANTS]:
+            full: dict[Pair, int] = {}
             for p, steps in counts.items():
-                full[Pair(p.parameter, 1.0 if p.rate >= _NEARLY_FULL else p.rate, p.laplace)] += steps
+                raised = Pair(p.parameter, 1.0 if p.rate >= least else p.rate, p.laplace)
+                full[raised] = full.get(raised, 0) + steps
             self._variants.append(merged(full))
 
     def usable(self, delta: float) -> bool:

@@ -122,7 +122,7 @@ class GhostEngine(Engine):
         inputs = (*examples.tensors, *copies)
         try:
             with (
-                step.tracing(together=True, again=again),
+                step.tracing(again=again),
                 _surroundings(self.module),
                 Marks(inputs, vmapped=True, graph=True) as marks,
                 seen_by_rules_refused(),

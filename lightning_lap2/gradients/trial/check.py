@@ -10,7 +10,6 @@ lines. That a run is refused, or gets a note, is itself a fact about the records
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.clipping import FlatClipper
 from lightning_lap2.gradients.engine import full_precision
 from lightning_lap2.gradients.parameters import ParameterLayout
+from lightning_lap2.gradients.recorder import Trace
 from lightning_lap2.gradients.runner import StepRunner
 from lightning_lap2.gradients.stepcall import StepCall
 from lightning_lap2.gradients.trial.draws import still
@@ -40,6 +40,10 @@ DIFFERENT = (
     "the gradient of a batch is not the mean of its examples' gradients (a mean over tokens, class weights, pairs, "
     "mixup or statistics of the batch?); privately each example's loss is computed from that example alone, so "
     "training differs from plain training in this"
+)
+RAGGED = (
+    "the batches that collate_fn makes of single records have different shapes, and each shape runs by itself: a draw "
+    "with many of them is slow. Let collate_fn pad each record to a multiple of some length (pad_to_multiple_of)"
 )
 
 
@@ -61,7 +65,7 @@ class Trial:
 def try_step(runner: StepRunner, layout: ParameterLayout, call: StepCall, plain: tuple[Any, ...] | None) -> Trial:
     """Runs the step on the examples of ``call``, spending none of the data: nothing is kept, logged or counted.
 
-    Costs three passes over them, a flat gradient or two, and a copy of the module's tensors.
+    Costs four passes over them, a flat gradient or two, and a copy of the module's tensors.
 
     Args:
         call: of a few examples, as training will make them.
@@ -73,10 +77,17 @@ def try_step(runner: StepRunner, layout: ParameterLayout, call: StepCall, plain:
             gradient by itself although the batch has one (a contrastive loss).
         Exception: whatever the user's own code raises for a whole batch.
     """
+    with runner.comparing():
+        return _try(runner, layout, call, plain)
+
+
+def _try(runner: StepRunner, layout: ParameterLayout, call: StepCall, plain: tuple[Any, ...] | None) -> Trial:
     module = runner.module
     with untouched(module):
         try:
             gradient = _alone(runner, layout, call)
+            # and again, where what the first pass left on the module may be in the way
+            _alone(runner, layout, call)
         except UnsupportedModelError:
             raise
         except Exception as error:
@@ -87,11 +98,12 @@ def try_step(runner: StepRunner, layout: ParameterLayout, call: StepCall, plain:
                     "one that a single example has"
                 ) from error
             raise
-    if plain is None:
-        return Trial(logged_names=runner.logged_names)
-    with untouched(module):
-        found = _compare(runner, layout, call, plain, gradient)
-    return replace(found, logged_names=runner.logged_names)
+    found = Trial()
+    if plain is not None:
+        with untouched(module):
+            found = _compare(runner, layout, call, plain, gradient)
+    ragged = (RAGGED,) if len(call.examples.groups) > 1 else ()
+    return replace(found, notes=(*found.notes, *ragged), logged_names=runner.logged_names)
 
 
 def _alone(runner: StepRunner, layout: ParameterLayout, call: StepCall) -> Tensor:
@@ -115,9 +127,9 @@ def _compare(
 ) -> Trial:
     """Plain autograd on the whole batch against the examples one by one, every draw of torch a constant."""
     module = runner.module
-    with still(0) as draws:
+    with still(0) as draws, runner.recording() as trace:
         try:
-            whole = _gradient(module, layout, call, plain)
+            whole = _gradient(module, layout, call, plain, trace)
         except Exception:  # the batch as a whole may be what the step cannot take; its examples did run
             return Trial(random=draws.any)
     if whole is None or not bool(torch.isfinite(whole).all()):
@@ -125,6 +137,7 @@ def _compare(
     if draws.any:
         with still(0):
             gradient = _alone(runner, layout, replace(call, key=b"trial"))
+    runner.learn(trace)
     size = float(whole.double().norm())
     if size > 0 and not bool(gradient.any()):
         raise UnsupportedModelError(
@@ -139,13 +152,14 @@ def _compare(
     return Trial((note,), random=draws.any)
 
 
-def _gradient(module: nn.Module, layout: ParameterLayout, call: StepCall, plain: tuple[Any, ...]) -> Tensor | None:
-    """Gradient ``[n]`` of one call of ``training_step`` on the whole batch; ``None`` without a loss."""
+def _gradient(
+    module: nn.Module, layout: ParameterLayout, call: StepCall, plain: tuple[Any, ...], trace: Trace
+) -> Tensor | None:
+    """Gradient ``[n]`` of one call of ``training_step`` on the whole batch, recorded; ``None`` without a loss."""
     with torch.enable_grad(), full_precision():
         with call.context():
-            output = module.training_step(*plain)  # type: ignore[operator]
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            loss = trace.take_output(module.training_step(*plain))  # type: ignore[operator]
+        if loss is None or not loss.requires_grad:
             return None
         found = torch.autograd.grad(loss, layout.parameters, allow_unused=True)
     dense = [g.to_dense() if g is not None and g.is_sparse else g for g in found]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,22 +10,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_lap2.gradients.state.walk import walk
 
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[set[str]]:
     """Undoes at exit what user code run inside did to ``module`` and to the random generators.
 
-    Restored: parameters, buffers, ``.grad``, training flags, and every attribute of every submodule that is a
-    number, string, tensor, or a list, dict, set or deque of such at any depth (so torchmetrics states,
-    running averages kept on the module, lists appended to). Modules in plain lists are followed. Objects of
-    other classes are not looked into.
+    Restored: parameters, buffers, ``.grad``, training flags, and everything else that
+    :func:`~lightning_lap2.gradients.state.walk.walk` finds (so torchmetrics states, running averages kept on the
+    module, lists appended to).
 
     Inside, ``log``, ``log_dict`` and ``print`` of the module do nothing: nothing reaches Lightning. Yields
     the set of names that were passed to ``log`` and ``log_dict``, which fills as the code runs.
     """
-    snapshot = _Snapshot()
-    snapshot.take(module)
+    snapshot = _Snapshot(module)
     generators = _generator_states()
     names: set[str] = set()
     try:
@@ -59,73 +59,29 @@ def _silence(module: nn.Module, names: set[str]) -> None:
 
 
 class _Snapshot:
-    """Contents of a module's mutable attributes, found once and put back in reverse order."""
+    """A module's state, found once and put back: containers, contents of tensors and arrays, ``.grad``."""
 
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-        self._seen: dict[int, Any] = {}  # values keep the objects alive, so that ids stay unique
-
-    def take(self, node: Any) -> None:
-        if id(node) in self._seen:
-            return
-        if isinstance(node, Tensor):
-            self._seen[id(node)] = node
-            self._take_tensor(node)
-        elif isinstance(node, nn.Module):
-            self._seen[id(node)] = node
-            self.take(node.__dict__)
-        elif isinstance(node, dict):
-            self._seen[id(node)] = node
-            items = dict(node)
-            self._undo.append(lambda: _restore_dict(node, items))
-            for value in items.values():
-                self.take(value)
-        elif isinstance(node, list | set | deque):
-            self._seen[id(node)] = node
-            values = list(node)
-            self._undo.append(lambda: _restore_values(node, values))
-            for value in values:
-                self.take(value)
-        elif isinstance(node, tuple):
-            self._seen[id(node)] = node
-            for value in node:
-                self.take(value)
-
-    def _take_tensor(self, tensor: Tensor) -> None:
-        if tensor.is_leaf:
-            grad = tensor.grad
-            self._undo.append(lambda: setattr(tensor, "grad", grad))
-        if nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
-            return
-        saved = tensor.detach().clone()
-
-        def restore() -> None:
-            with torch.no_grad():
-                if tensor.shape != saved.shape:
-                    tensor.set_(saved)  # type: ignore[call-overload]
-                elif not torch.equal(tensor, saved):
-                    tensor.copy_(saved)
-
-        self._undo.append(restore)
+    def __init__(self, module: nn.Module) -> None:
+        self._nodes = walk([("self", module)], everything=True)
+        values = [v for node in self._nodes for v in node.items.values()]
+        tensors = list({id(v): v for v in values if isinstance(v, Tensor)}.values())
+        self._grads = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
+        self._copies = [(t, t.detach().clone()) for t in tensors if not is_lazy(t) and t.layout is torch.strided]
+        self._arrays = [(v, v.copy()) for v in values if isinstance(v, np.ndarray)]
 
     def restore(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-
-
-def _restore_dict(node: dict[Any, Any], items: dict[Any, Any]) -> None:
-    unchanged = list(node) == list(items) and all(node[key] is value for key, value in items.items())
-    if not unchanged:
-        dict.clear(node)
-        dict.update(node, items)
-
-
-def _restore_values(node: list[Any] | set[Any] | deque[Any], values: list[Any]) -> None:
-    node.clear()
-    if isinstance(node, set):
-        node.update(values)
-    else:
-        node.extend(values)
+        for node in self._nodes:
+            node.restore(everything=True)
+        with torch.no_grad():
+            for tensor, copied in self._copies:
+                if tensor.shape != copied.shape:
+                    tensor.set_(copied)  # type: ignore[call-overload]
+                elif not torch.equal(tensor, copied):
+                    tensor.copy_(copied)
+        for tensor, grad in self._grads:
+            tensor.grad = grad
+        for array, values in self._arrays:
+            array[...] = values
 
 
 def _generator_states() -> tuple[Any, ...]:

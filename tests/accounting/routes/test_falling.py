@@ -234,7 +234,9 @@ def exact_delta(ratio: tuple[Array, Array], eps: float) -> tuple[float, float]:
     return forward, float(mass @ np.maximum(1.0 - math.exp(eps) * r, 0.0))
 
 
-@pytest.mark.parametrize(("m", "rate"), [(0.38, 1e-3), (0.8, 0.1), (2.0, 0.5), (1.0, 1.0), (0.25, 0.3)])
+@pytest.mark.parametrize(
+    ("m", "rate"), [(0.38, 1e-3), (0.8, 0.1), (2.0, 0.5), (1.0, 1.0), (0.25, 0.3), (1.5, 0.9), (0.5, 0.6)]
+)
 def test_never_below_one_coordinate_in_either_direction(m: float, rate: float) -> None:
     """One and two steps of g = (C, 0, ...) by quadrature; every dimension is bounded by the same number."""
     one = sampled(laplace_ratio(1.0 / m), rate)
@@ -280,6 +282,15 @@ def test_values_of_an_independent_computation(q: float, steps: int, m: float, ep
     assert MajorizedAccountant().epsilon(delta=1e-5) == 0.0
     found = route(steps, m, q, 26_010).epsilon(1e-5)
     assert found.forward == pytest.approx(eps, rel=2e-3)
+
+
+def test_nearly_unsampled_steps_are_not_credited_with_the_floor_of_sampled_ones() -> None:
+    """Taken as unsampled, a step's ratio has no positive lower bound: its reflection must not use c0 = (1 - q)^T."""
+    for rate in (0.5, 0.9, 0.999, 1.0 - 1e-10):
+        sampled_bound, whole = route(3, 0.8, rate).epsilon(1e-6), route(3, 0.8, 1.0).epsilon(1e-6)
+        assert sampled_bound.forward <= whole.forward
+        assert sampled_bound.reverse <= whole.reverse * (1.0 + 1e-9)
+    assert route(3, 0.8, 1.0 - 1e-10).epsilon(1e-6).reverse == pytest.approx(whole.reverse, rel=1e-9)
 
 
 def test_reverse_is_zero_where_no_ratio_is_that_small() -> None:

@@ -132,6 +132,7 @@ def test_a_pruned_layer_gives_its_parameter_another_name() -> None:
     batch = (torch.randn(B, 6), torch.randint(0, 4, (B,)))
     assert_equals_loop(module, batch, engine=engine)
     prune.l1_unstructured(module.first, "weight", amount=0.5)
+    engine.runner.memory = None  # by public means: a fit follows what hooks compute, an engine by itself does not
     assert_equals_loop(module, batch, engine=engine)
     prune.remove(module.first, "weight")
     assert_equals_loop(module, batch, engine=engine)
