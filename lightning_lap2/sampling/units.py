@@ -50,7 +50,8 @@ class Units:
             )
         digest, numbers = hashlib.sha256(), dict[Any, int]()
         for value in ids:
-            digest.update(f"{len(repr(value))}:{value!r}".encode())
+            text = repr(value)
+            digest.update(f"{len(text)}:{text}".encode())
         of_record = np.fromiter((numbers.setdefault(value, len(numbers)) for value in ids), np.int64, len(ids))
         self.count, self.num_records, self.digest = len(numbers), len(ids), digest.hexdigest()
         self._records: Rows = np.argsort(of_record, kind="stable")
@@ -62,13 +63,7 @@ class Units:
         Raises:
             UnsupportedSettingError: the data set has no such ids, or they are not one for each record.
         """
-        ids = _plain(_found(dataset, unit), unit)
-        if len(ids) != len(dataset):
-            raise UnsupportedSettingError(
-                f"unit={unit_name(unit)!r} gives {len(ids)} ids for {len(dataset)} records of the "
-                f"{type(dataset).__name__}: give one id per record, in the data set's order"
-            )
-        return cls(ids)
+        return cls(_ids(dataset, unit))
 
     def records(self, unit: int) -> Rows:
         """Indices of the unit's records."""
@@ -121,14 +116,25 @@ def bound_to(dataset: Any, unit: UnitOf) -> UnitOf:
     """The ids of ``dataset``, for a wrapper that has the same records in the same order."""
 
     def ids(_wrapper: Any) -> Any:
-        return _found(dataset, unit)
+        return _ids(dataset, unit)
 
     ids.__qualname__ = unit_name(unit)
     return ids
 
 
+def _ids(dataset: Any, unit: UnitOf) -> list[Any]:
+    """One for each record, of torch's containers as of what is in them."""
+    ids = _plain(_found(dataset, unit), unit)
+    if len(ids) != len(dataset):
+        raise UnsupportedSettingError(
+            f"unit={unit_name(unit)!r} gives {len(ids)} ids for {len(dataset)} records of the "
+            f"{type(dataset).__name__}: give one id per record, in the data set's order"
+        )
+    return ids
+
+
 def _found(dataset: Any, unit: UnitOf) -> Any:
-    """The ids as the data set has them; of torch's containers those of what is in them."""
+    """The ids as the data set has them."""
     if not isinstance(unit, str):
         return unit(dataset)
     if unit in getattr(dataset, "column_names", ()):  # a table: Hugging Face's
@@ -137,10 +143,10 @@ def _found(dataset: Any, unit: UnitOf) -> Any:
         value = getattr(dataset, unit)
         return value() if callable(value) else value
     if isinstance(dataset, Subset):
-        ids = _plain(_found(dataset.dataset, unit), unit)
+        ids = _ids(dataset.dataset, unit)
         return [ids[index] for index in dataset.indices]
     if isinstance(dataset, ConcatDataset):
-        return [value for part in dataset.datasets for value in _plain(_found(part, unit), unit)]
+        return [value for part in dataset.datasets for value in _ids(part, unit)]
     raise UnsupportedSettingError(
         f"unit={unit!r}: the train data set {type(dataset).__name__} has no attribute, method or column of this name; "
         "give it one with an id per record, or a function from the data set to the ids"
@@ -163,7 +169,8 @@ def _plain(ids: Any, unit: UnitOf) -> list[Any]:
         )
     for convert in ("tolist", "to_pylist"):
         if callable(found := getattr(ids, convert, None)):
-            return list(found())
+            ids = found()
+            break
     return [value.item() if isinstance(value, Tensor | np.generic) and not value.ndim else value for value in ids]
 
 

@@ -44,6 +44,16 @@ class Table(Owned):
         return self.user_id if key == "author" else key
 
 
+class Objects:
+    """A column of numpy's numbers that its ``tolist`` leaves as they are."""
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(NUMBERS)
+
+    def tolist(self) -> list[Any]:
+        return list(np.array(NUMBERS))
+
+
 class Column:
     """What a table gives for a column, converted in one of two ways."""
 
@@ -72,6 +82,7 @@ NUMBERS = [sorted(SIZES).index(name) for name in IDS]
         (Owned(np.array(NUMBERS, np.uint8)), "user_id"),
         (Owned(torch.tensor(NUMBERS)), "user_id"),
         (Owned(list(torch.tensor(NUMBERS))), "user_id"),
+        (Owned(Objects()), "user_id"),
         (Owned(Column("tolist")), "user_id"),
         (Owned(Column("to_pylist")), "user_id"),
         (Owned(IDS), "owners"),
@@ -90,6 +101,16 @@ def test_ids_are_found(dataset: Any, unit: Any) -> None:
 def test_a_user_of_two_concatenated_sets_is_one() -> None:
     units = Units.of(ConcatDataset([Owned(IDS), Subset(Owned(IDS), [1, 3])]), "user_id")
     assert [units.records(k).tolist() for k in range(4)] == [[0, 2, 4, 6, 8, 9], [1, 5, 10], [3, 11], [7]]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [Subset(Owned(IDS[1:]), range(5)), ConcatDataset([Owned(IDS[1:]), Owned([*IDS, "ada"])])],
+    ids=["subset", "concatenated"],
+)
+def test_ids_beside_their_records_are_refused_inside_containers(dataset: Any) -> None:
+    with pytest.raises(UnsupportedSettingError, match="9 ids for 10 records of the Owned"):
+        Units.of(dataset, "user_id")
 
 
 SECRET = "zaphod"  # nosec: an id that no message may say
