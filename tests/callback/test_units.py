@@ -130,7 +130,14 @@ class SumOfLosses(Plain):
 
 
 def moved(
-    monkeypatch: pytest.MonkeyPatch, number: int, unit: str | None, absent: list[int], units: int, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    unit: str | None,
+    absent: list[int],
+    units: int,
+    engine: str = "vmap",
+    privacy: dict[str, Any] | None = None,
+    **options: Any,
 ) -> float:
     """The largest distance between the sums of fits with and without ``absent``, everyone being drawn."""
 
@@ -140,9 +147,12 @@ def moved(
     monkeypatch.setattr(PoissonBatchSampler, "_draw", everyone)
     named = {} if unit is None else {"unit": unit, "records_per_unit": number}
     attack = Attack(
-        module=SumOfLosses, dataset=Households, loader={"batch_size": 2}, privacy={**named}, trainer={**options}
+        module=SumOfLosses,
+        dataset=Households,
+        loader={"batch_size": 2},
+        privacy={**named, **(privacy or {})},
+        trainer={**options},
     )
-    engine = "vmap"
     with_them, without = attack.releases([], engine), attack.releases(absent, engine)
     assert len(with_them) == len(without) > 0
     return max(float((a - b).norm()) for a, b in zip(with_them, without, strict=True))
@@ -155,6 +165,34 @@ def test_a_user_with_all_their_records_moves_a_sum_by_c(
 ) -> None:
     distance = moved(monkeypatch, number, "user_id", [4], 5, accumulate_grad_batches=accumulate)
     assert 0.9 * CLIP < distance <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("engine", "privacy"),
+    [
+        ("ghost", {}),
+        ("loop", {}),
+        ("vmap", {"augmentations": 2}),
+    ],
+    ids=str,
+)
+def test_so_does_a_user_under_every_engine(
+    engine: str, privacy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 0.5 * CLIP < moved(monkeypatch, 2, "user_id", [4], 5, engine, privacy) <= LIMIT
+
+
+@pytest.mark.parametrize("clipping", ["automatic", "per_layer", "adaptive"])
+@pytest.mark.filterwarnings("ignore:.*the noisy count costs")
+def test_other_clippings_plan_and_charge_for_units(clipping: str) -> None:
+    """As for as many records as there are users."""
+    found = []
+    for data, unit in ((Owned(), {"unit": "user_id", "records_per_unit": 2}), (records(USERS), {})):
+        callback = Lap2Privacy(eps=30.0, clipping=clipping, **unit)
+        fit(callback, data=data)
+        found.append((callback.noise_multiplier, callback.epsilon, callback.steps, callback.sample_rate))
+    assert found[0] == found[1]
+    assert found[0][2] == 8
 
 
 def test_record_by_record_the_same_user_moves_it_by_more(monkeypatch: pytest.MonkeyPatch) -> None:
