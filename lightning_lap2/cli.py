@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_lap2 import _validate
 from lightning_lap2.accounting import (
     MajorizedAccountant,
     UnsoundBoundWarning,
@@ -85,7 +86,7 @@ def build_parser(argv: Sequence[str] = ()) -> tuple[ArgumentParser, dict[str, Co
         prog="lightning-lap2",
         description=(
             "Differential privacy accounting for Laplace noise with l2 clipping. Adjacency: add or remove one\n"
-            "example. Example:\n\n"
+            "example (one unit with all its records: calibrate --units). Example:\n\n"
             "  lightning-lap2 calibrate --eps 1 --delta 1e-5 --sample-rate 0.0043 --steps 5860 --dimension 26010"
         ),
     )
@@ -131,6 +132,7 @@ def _epsilon(config: Namespace) -> Result:
 
 
 def _calibrate(config: Namespace) -> Result:
+    config.sample_rate = _sample_rate(config)
     if config.mean_runs is not None:
         return search.price(config, {"steps": config.steps, **_plan(config)})
     m = calibrate_noise_multiplier(
@@ -145,8 +147,27 @@ def _calibrate(config: Namespace) -> Result:
     accountant.step(noise_multiplier=m, steps=config.steps, **_plan(config))
     eps = accountant.epsilon(delta=config.delta)
     result = {"noise_multiplier": m, **compare.ratios(m, config.mechanism), "epsilon": eps, **echo(config)}
+    whose = "" if config.units is None else f", add/remove one of {config.units} units with all its records"
     # printed upwards: a noise multiplier copied from the screen still meets the budget
-    return result, f"noise multiplier = {up(m)} (epsilon = {up(eps)} at delta = {config.delta:g})"
+    return result, f"noise multiplier = {up(m)} (epsilon = {up(eps)} at delta = {config.delta:g}{whose})"
+
+
+def _sample_rate(config: Namespace) -> float:
+    """q as given, or of units: B / U.
+
+    Raises:
+        ValueError: neither, or both.
+    """
+    given = (config.sample_rate is not None, config.units is not None, config.batch_size is not None)
+    if given == (True, False, False):
+        return float(config.sample_rate)
+    if given != (False, True, True):
+        raise ValueError("give --sample-rate, or --units and --batch-size (expected units per step)")
+    units = _validate.integer("--units", config.units, minimum=1)
+    batch_size = _validate.integer("--batch-size", config.batch_size, minimum=1)
+    if batch_size > units:
+        raise ValueError(f"--batch-size {batch_size} is more than --units {units}: a sampling rate above 1")
+    return batch_size / units
 
 
 def _steps(config: Namespace) -> Result:
@@ -198,6 +219,17 @@ def _add_grid(parser: ArgumentParser) -> None:
     )
 
 
+def _calibrate_arguments(parser: ArgumentParser) -> None:
+    for option in ("eps", "delta"):
+        add_option(parser, option)
+    add_option(parser, "sample-rate", required=False, note="; or --units and --batch-size")
+    add_option(parser, "units", required=False)
+    add_option(parser, "batch-size", required=False)
+    for option in ("steps", "dimension", *_KIND):
+        add_option(parser, option)
+    search.add_price_arguments(parser)
+
+
 _PLAN = ("delta", "sample-rate", "steps", "dimension")
 _KIND = ("bound", "mechanism")
 _SETTING = "--delta 1e-5 --sample-rate 0.0043 --steps 5860 --dimension 26010"
@@ -211,7 +243,7 @@ _COMMANDS: dict[str, Subcommand] = {
     "calibrate": Subcommand(
         _calibrate,
         "smallest noise multiplier that keeps a plan within epsilon.",
-        _with_options("eps", *_PLAN, *_KIND, more=search.add_price_arguments),
+        _calibrate_arguments,
         f"--eps 1 {_SETTING}",
     ),
     "steps": Subcommand(

@@ -55,6 +55,12 @@ class Lap2Privacy(Lap2Core, pl.Callback):
             ``None``: 0.2.
         count_noise_scale: of adaptive clipping: noise on the number of gradients below C, in examples (b of Laplace,
             sigma of Gaussian noise). ``None``: a twentieth of the expected batch size.
+        unit: whose privacy it is: the name of an attribute, method or column of the train data set that gives one id
+            (integer or string) per record, or a function from the data set to such ids. Users are drawn in place of
+            records, ``batch_size`` counts users, and the guarantee is for one user with all records. ``None``: a
+            record is a unit.
+        records_per_unit: K records of each drawn user, drawn afresh without replacement (of a user with fewer some
+            again), whose K rows are one example: the gradient of their loss is clipped. ``None``: 1.
 
     Attributes:
         clipping_threshold: C of the next release; ``max_grad_norm`` unless clipping is adaptive.

@@ -18,12 +18,15 @@ Standing = Literal["guarantee", "nothing", "untrained", "reproducible", "invalid
 SELECTION_CAVEAT = (
     "Validation, checkpoint selection, early stopping and hyperparameter search on private data are not covered."
 )
+ONE_EXAMPLE = (
+    "The guarantee is for one example of the data set (not for a user with several, see unit=; not for replacing one), "
+    "and takes the number of examples and the batch size as public."
+)
 GENERAL_CAVEATS = (
     "The training loss and every metric logged from training_step are computed from the data without noise; they "
     "are not covered. A row whose loss is not finite has a gradient of zero, and is left out of logged means.",
     SELECTION_CAVEAT,
-    "The guarantee is for one example of the data set (not for a user with several, not for replacing one), and "
-    "takes the number of examples and the batch size as public.",
+    ONE_EXAMPLE,
 )
 """What no run's guarantee covers, the gravest first; a run's own caveats stand before them."""
 
@@ -40,7 +43,7 @@ class PrivacyReport:
         delta: the probability that goes with ``epsilon``.
         mechanism: ``"laplace"``, ``"gaussian"`` or ``"laplace_l1"``.
         bound: ``"tight"``, ``"joint"`` or ``"published"``, which is not valid.
-        adjacency: what neighbouring data sets are: one example added or removed, or one zeroed out.
+        adjacency: what neighbouring data sets are: one example (or user) added or removed, or one zeroed out.
         sampling: ``"poisson"`` or ``"none"``.
         clipping: ``"flat"``, ``"automatic"``, ``"per_layer"`` or ``"adaptive"``.
         max_grad_norm: C, in units of the gradient; with adaptive clipping where C started.
@@ -48,7 +51,7 @@ class PrivacyReport:
         scale: b of the Laplace noise or sigma of the Gaussian noise on the sum, in units of the gradient.
         sample_rate: q, the probability with which an example enters a release.
         expected_batch_size: the public number of examples that the noised sum is divided by.
-        num_examples: N, examples of the training set.
+        num_examples: N, examples of the training set; with ``unit`` U, its units.
         dimension: n, trainable scalars.
         steps: releases made, over all fits that the ledger knows.
         planned_steps: releases that the latest fit planned; ``inf`` without a last step or budget.
@@ -69,6 +72,9 @@ class PrivacyReport:
         count_noise_scale: of adaptive clipping, the scale of the count's noise, in examples.
         epsilon_without_count: of adaptive clipping, what the same releases would have cost without their counts.
         run: the part of the names of the run's journal and report that no other run has; ``None`` without a journal.
+        unit: name of the ids by which users are units; ``None``: an example is one.
+        records_per_unit: records that a drawn unit shows.
+        num_records: with ``unit`` N, the records of all units.
 
     Example:
         >>> report = PrivacyReport.from_dict(
@@ -118,6 +124,9 @@ of a budget of 3.
     count_noise_scale: float | None = None
     epsilon_without_count: float | None = None
     run: str | None = None
+    unit: str | None = None
+    records_per_unit: int | None = None
+    num_records: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python values; infinities as the string ``"inf"``, so that the JSON is standard."""

@@ -58,6 +58,31 @@ def test_calibrate(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(capsys.readouterr().out.split()[3]) >= m
 
 
+def test_calibrate_for_units(capsys: pytest.CaptureFixture[str]) -> None:
+    rest = ["--eps", "2", "--steps", "200", "--dimension", "1000"]
+    units = run_json(capsys, "calibrate", "--units", "500", "--batch-size", "25", *rest)
+    rate = run_json(capsys, "calibrate", "--sample-rate", "0.05", *rest)
+    assert units["noise_multiplier"] == rate["noise_multiplier"]
+    assert units["arguments"]["sample_rate"] == 0.05
+    assert main(["calibrate", "--units", "500", "--batch-size", "25", *rest]) == 0
+    assert "add/remove one of 500 units with all its records" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "give --sample-rate, or --units and --batch-size"),
+        (["--units", "500"], "give --sample-rate, or --units and --batch-size"),
+        (["--units", "500", "--batch-size", "5", "--sample-rate", "0.1"], "give --sample-rate, or --units"),
+        (["--units", "500", "--batch-size", "2.5"], "--batch-size must be an integer"),
+        (["--units", "5", "--batch-size", "6"], "--batch-size 6 is more than --units 5"),
+    ],
+)
+def test_a_rate_is_given_once(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--eps", "2", "--steps", "200", "--dimension", "1000", *given]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_steps(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["steps", "--noise-multiplier", "1.5", "--sample-rate", "0.0043", "--dimension", "26010"]
     assert run_json(capsys, *argv, "--eps", "1")["steps"] == MajorizedAccountant().steps_within(

@@ -19,7 +19,8 @@ from lightning_lap2.audit.losses import LossWatch
 from lightning_lap2.audit.probes import GradientProbe, LeaveOut, Tick
 from lightning_lap2.audit.result import AuditResult
 from lightning_lap2.mechanism import Norm
-from lightning_lap2.sampling import rebuild_loader
+from lightning_lap2.sampling import Units, rebuild_loader
+from lightning_lap2.sampling.units import unit_name
 
 Array = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -52,7 +53,7 @@ def audit(
 
     Canaries take the places of records of the data set, so N, q, steps and claim are those of the training itself. Each
     is in by a fair coin; one that is out is dropped wherever it is drawn, which is the neighbouring data set of the
-    same public N.
+    same public N. With ``unit`` a gradient canary takes the place of a user with all records.
 
     Args:
         training: model, data, privacy and Trainer.
@@ -158,7 +159,7 @@ class _Gradients:
             bench.training = training = replace(training, privacy={**training.privacy, "engine": "vmap"})
         self.bench, self.reveal = bench, method == "many_runs"
         choose = np.random.default_rng([bench.seed, 2])
-        layout, size = bench.layout(), num_examples(training.loader)
+        layout, size = bench.layout(), num_units(training)
         if count is None and method == "one_run":
             count = min(_ONE_RUN_CANARIES, size, *([layout.numel] if kind == "one_coordinate" else []))
         norm: Norm = "l1" if training.privacy.get("mechanism") == "laplace_l1" else "l2"
@@ -177,6 +178,11 @@ class _Records:
 
     def __init__(self, bench: Bench, count: int | None, method: Method) -> None:
         self.bench = bench
+        if (unit := bench.training.privacy.get("unit")) is not None:
+            raise ValueError(
+                f"canary='mislabelled' replaces single records, but with unit={unit_name(unit)!r} a canary is a user: "
+                "audit with canary='gradient' or 'one_coordinate'"
+            )
         choose = np.random.default_rng([bench.seed, 2])
         loader = bench.training.loader
         size = num_examples(loader)
@@ -195,6 +201,13 @@ class _Records:
         probe = LeaveOut(self.slots, coins, tick=tick)
         self.bench.run(run, probe, loader=self.loader, callbacks=[watch.callback()])
         return watch.before - watch.after
+
+
+def num_units(training: Training) -> int:
+    """Users where the training is private for them, else N."""
+    unit = training.privacy.get("unit")
+    size = num_examples(training.loader)
+    return size if unit is None else Units.of(training.loader.dataset, unit).count
 
 
 def num_examples(loader: DataLoader[Any]) -> int:

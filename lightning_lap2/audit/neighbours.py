@@ -35,6 +35,7 @@ from lightning_lap2.gradients import StepCall
 from lightning_lap2.mechanism import Norm
 from lightning_lap2.noise.grid import spacing
 from lightning_lap2.sampling import Part, rebuild_loader
+from lightning_lap2.sampling.units import bound_to
 
 Null = Literal["absent", "zero"]
 Progress = Callable[[float], None]
@@ -56,7 +57,8 @@ def replay(
 
     The record is left out of the batches in which it was drawn. Where the training draws random numbers of its own
     (dropout, random transforms), that would shift the numbers of all other records; there it stays in the batch and
-    its gradient is zeroed instead.
+    its gradient is zeroed instead. With ``unit`` a record is a user here, known by number, and left out with all
+    records.
 
     Args:
         training: model, data, privacy and Trainer.
@@ -278,7 +280,10 @@ def _watched(training: Training) -> Training:
     for name, value in (("num_workers", 0), ("prefetch_factor", None), ("persistent_workers", False)):
         loader.__dict__[name] = value
     loader.__dict__["_DataLoader__multiprocessing_context"] = None
-    return replace(training, loader=loader)
+    privacy, unit = training.privacy, training.privacy.get("unit")
+    if unit is not None:
+        privacy = {**privacy, "unit": bound_to(given.dataset, unit)}
+    return replace(training, loader=loader, privacy=privacy)
 
 
 def _dataset(training: Training) -> _Watched:

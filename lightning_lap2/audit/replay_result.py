@@ -84,6 +84,7 @@ class ReplayResult:
     def __str__(self) -> str:
         claim = self.claim
         how = "left out of its batches" if self.null == "absent" else "its gradient zeroed, since the step is random"
+        who = "record" if claim.unit is None else "unit"
         rows = [
             f"| {n.record} | {n.draws} | {n.moved:.6f} | {n.moved_elsewhere:.2g} | {n.rounding:.1g} | "
             f"{'; '.join(self.faults(n)) or 'ok'} |"
@@ -98,9 +99,9 @@ class ReplayResult:
             [
                 f"Neighbour replay of {self.steps} releases, engine {claim.engine}, sampling {claim.sampling}, "
                 f"clipping {claim.clipping}, C = {claim.max_grad_norm:g} in the {self.norm} norm, N = "
-                f"{claim.num_examples}, seed {self.seed}; each record {how}",
+                f"{claim.num_examples}, seed {self.seed}; each {who} {how}",
                 "",
-                "| record | draws | moved / C | moved elsewhere / C | rounding / C | verdict |",
+                f"| {who} | draws | moved / C | moved elsewhere / C | rounding / C | verdict |",
                 "|---|---|---|---|---|---|",
                 *rows,
                 "",

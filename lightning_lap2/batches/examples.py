@@ -225,9 +225,10 @@ class ExampleBatch:
 
     def joined(self) -> Any:
         """One batch of all examples, in their order, for code that only looks on. Tensors of unlike shapes are filled
-        up with zeros at their ends; examples of unlike containers come as a list of one batch for each kind."""
+        up with zeros at their ends; examples of unlike containers come as a list of one batch for each kind. Where
+        none could be read an empty list: Lightning takes None for a batch that is to be skipped."""
         if not self.groups:
-            return None
+            return []
         if len(self.groups) == 1:
             return self.groups[0].joined()
         places = sorted(place for group in self.order for place in group)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from lightning_lap2.accounting import MajorizedAccountant
 from lightning_lap2.callback import marks
 from lightning_lap2.callback.adaptive import current_threshold
+from lightning_lap2.callback.data import DataFacts
 from lightning_lap2.callback.hyperparameters import log_hyperparameters
 from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Account, Ledger
@@ -58,6 +59,8 @@ class Lap2Core:
         clip_learning_rate: float | None = None,
         count_noise_scale: float | None = None,
         on_record_error: Literal["raise", "zero"] = "raise",
+        unit: str | Callable[[Any], Any] | None = None,
+        records_per_unit: int | None = None,
         public_state: Sequence[str] = (),
     ) -> None:
         super().__init__()
@@ -81,6 +84,8 @@ class Lap2Core:
             clip_learning_rate=clip_learning_rate,
             count_noise_scale=count_noise_scale,
             on_record_error=on_record_error,
+            unit=unit,
+            records_per_unit=records_per_unit,
             public_state=tuple(public_state) if isinstance(public_state, list) else public_state,  # type: ignore[arg-type]
         )
         self._account = Account(Ledger(self.settings))
@@ -245,6 +250,7 @@ class Lap2Core:
             "sample_rate": facts.sample_rate,
             "expected_batch_size": facts.expected_batch_size,
             "num_examples": facts.num_examples,
+            "num_records": facts.num_records,
             "dimension": session.layout.numel,
             "count_noise_scale": session.releases.mechanism.count_noise_scale,
             "rounding_margin": session.releases.mechanism.margin if plan.noise_multiplier else None,
@@ -266,6 +272,7 @@ class Lap2Core:
             f"n={session.layout.numel:,} trainable parameters, engine {self.settings.engine!r}, noise source "
             f"{session.releases.noise.name!r}"
             + (f", {self.settings.augmentations} views per example" if self.settings.augmentations > 1 else "")
+            + self._units_in_words(facts)
             + (f", {self.steps} earlier releases" if self.steps else "")
             + (" [fast_dev_run: its step is charged too]" if session.trainer.fast_dev_run else "")
         )
@@ -274,6 +281,14 @@ class Lap2Core:
                 f"Trainer(gradient_clip_val={session.trainer.gradient_clip_val!r}) clips the noised gradient: "
                 "harmless to privacy, ruinous for utility; per-example clipping is max_grad_norm"
             )
+
+    def _units_in_words(self, facts: DataFacts) -> str:
+        if self.settings.unit is None:
+            return ""
+        return (
+            f", {facts.num_examples:,} units ({self.settings.unit_name}) of {facts.num_records:,} records, "
+            f"{self.settings.rows_per_unit} shown of each drawn"
+        )
 
     # -- steps ----------------------------------------------------------------------------------------------------
 

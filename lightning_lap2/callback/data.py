@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_lap2.batches import ExampleBatch
 from lightning_lap2.callback.settings import Sampling
 from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.sampling import (
@@ -15,10 +16,14 @@ from lightning_lap2.sampling import (
     Part,
     PoissonBatchSampler,
     RecordedBatchSampler,
+    UnitBatchSampler,
+    Units,
     check_loader,
+    peek,
     provably_once,
 )
 from lightning_lap2.sampling.repeats import index_digest, refuse_repeating_stream
+from lightning_lap2.sampling.units import UnitOf, unit_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +31,13 @@ class DataFacts:
     """Public facts of the training data: the same whatever one example says.
 
     Attributes:
-        num_examples: N, ``None`` for an IterableDataset.
+        num_examples: N, ``None`` for an IterableDataset; with ``unit`` U, the number of units.
         expected_batch_size: loader ``batch_size`` x ``accumulate_grad_batches`` x world size.
         sample_rate: q = expected_batch_size / N under Poisson sampling, 1 otherwise.
         batches_per_epoch: loader batches per epoch and rank, ``inf`` if unknown.
         once_per_pass: each example is provably used at most once per pass (``sampling="none"``).
+        num_records: N where examples are units, else ``None``.
+        ids: digest of the units' ids, see :class:`~lightning_lap2.sampling.Units`; empty without units. In no message.
         rows: which rows the data set picks of those in it, in short. Equal on all ranks, else each has a shard of its
             own; from epoch to epoch it may change.
     """
@@ -40,7 +47,13 @@ class DataFacts:
     sample_rate: float
     batches_per_epoch: float
     once_per_pass: bool
+    num_records: int | None = None
     rows: str = field(default="", compare=False)
+    ids: str = field(default="", compare=False, repr=False)
+
+    def same_rows(self, other: DataFacts) -> bool:
+        """Whether two ranks have the same rows, and the same units in them."""
+        return (self, self.rows, self.ids) == (other, other.rows, other.ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +71,15 @@ class TrainingData:
         loader: what Lightning would have trained on, after its own sampler injection.
         limit: ``Trainer(limit_train_batches)``.
         skip_errors: a record that cannot be read counts as one without a gradient.
-        views: rows per example in a batch; no number of :class:`DataFacts` depends on it.
+        views: times that each record is given; no number of :class:`DataFacts` depends on it.
+        unit, records_per_unit: of :class:`lightning_lap2.Lap2Privacy`: examples are units, and the loader's
+            ``batch_size`` counts units.
+
+    Attributes:
+        views: rows of an example in a batch: with units ``records_per_unit`` times as many.
 
     Raises:
-        UnsupportedSettingError: several views of records that cannot be asked for twice.
+        UnsupportedSettingError: several views, or units, of records that cannot be asked for by index.
     """
 
     def __init__(
@@ -76,30 +94,45 @@ class TrainingData:
         seed: int | None,
         views: int = 1,
         skip_errors: bool = False,
+        unit: UnitOf | None = None,
+        records_per_unit: int = 1,
     ) -> None:
-        self._accumulate, self.views, self._skip_errors = accumulate, views, skip_errors
+        self._accumulate, self.views, self._skip_errors = accumulate, views * records_per_unit, skip_errors
         self.sampler: PoissonBatchSampler | RecordedBatchSampler | None
         if sampling == "poisson":
+            if unit is not None and isinstance(getattr(loader, "dataset", None), IterableDataset):
+                raise UnsupportedSettingError(
+                    f"unit={unit_name(unit)!r} draws the records of a user by their indices, which an IterableDataset "
+                    "does not have; use a map-style data set (__getitem__ and __len__)"
+                )
             check_loader(loader)
-            self.source, self._batches = loader, _limited(len(loader), limit)
-            self.sampler = PoissonBatchSampler(
-                len(loader.dataset),
-                _batch_size(loader),
-                len(loader),
-                accumulate=accumulate,
-                rank=rank,
-                world_size=world_size,
-                seed=seed,
-                views=views,
-            )
-            self.loader: Any = ExampleLoader(loader, self.sampler, views=views, skip_errors=skip_errors)
+            units = None if unit is None else Units.of(loader.dataset, unit)
+            size, ranks = _batch_size(loader), {"accumulate": accumulate, "rank": rank, "world_size": world_size}
+            if units is None:
+                self.sampler = PoissonBatchSampler(
+                    len(loader.dataset), size, len(loader), seed=seed, views=views, **ranks
+                )
+            else:
+                self.sampler = UnitBatchSampler(
+                    units,
+                    size,
+                    _batches_of_units(loader, units.count),
+                    records_per_unit=records_per_unit,
+                    seed=seed,
+                    views=views,
+                    **ranks,
+                )
+            self.source, self._batches = loader, _limited(len(self.sampler), limit)
+            self.loader: Any = ExampleLoader(loader, self.sampler, views=self.views, skip_errors=skip_errors)
             self.facts = DataFacts(
-                num_examples=len(loader.dataset),
+                num_examples=self.sampler.num_examples,
                 expected_batch_size=self.sampler.expected_batch_size,
                 sample_rate=self.sampler.sample_rate,
                 batches_per_epoch=self._batches,
                 once_per_pass=True,
+                num_records=None if units is None else units.num_records,
                 rows=index_digest(loader.dataset),
+                ids="" if units is None else units.digest,
             )
         else:
             self._keep_order(loader, limit=limit, rank=rank, world_size=world_size, seed=seed)
@@ -140,6 +173,11 @@ class TrainingData:
             once_per_pass=not iterable,
             rows=index_digest(loader.dataset),
         )
+
+    def peek(self, count: int) -> tuple[ExampleBatch, Any] | None:
+        """A few examples, see :func:`lightning_lap2.sampling.peek`."""
+        units = self.sampler if isinstance(self.sampler, UnitBatchSampler) else None
+        return peek(self.source, count, self.views, skip_errors=self._skip_errors, units=units)
 
     def leave_out(self, absent: frozenset[int]) -> None:
         """From the next iteration on, no batch holds these indices, see ``WindowedBatchSampler.absent``.
@@ -188,6 +226,22 @@ def _batch_size(loader: Any) -> int:
             "give DataLoader(batch_size=...)"
         )
     return int(size)
+
+
+def _batches_of_units(loader: Any, units: int) -> int:
+    """Loader batches of an epoch on one rank: as many as ``units`` records would have.
+
+    Raises:
+        UnsupportedSettingError: none, under ``drop_last``.
+    """
+    share = math.ceil(units / getattr(loader.sampler, "num_replicas", 1))
+    batches = share // _batch_size(loader) if loader.drop_last else math.ceil(share / _batch_size(loader))
+    if not batches:
+        raise UnsupportedSettingError(
+            f"batch_size={_batch_size(loader)} counts units, of which there are {share} (on this rank), and "
+            "drop_last=True leaves no batch; use a smaller batch_size"
+        )
+    return batches
 
 
 def _length(loader: Any) -> float:

@@ -74,7 +74,7 @@ class Ledger:
     def __init__(self, settings: Settings) -> None:
         self.accountant = MajorizedAccountant(bound=settings.bound, mechanism=settings.mechanism)
         self.delta = settings.delta
-        self.sampling = settings.sampling
+        self.sampling, self.unit = settings.sampling, settings.unit_name
         self.releases = 0
         self.reproducible = False
         self.caveats: list[str] = [] if settings.run_limit is None else [SEARCH_CAVEAT]
@@ -228,6 +228,7 @@ class Ledger:
             "accountant": self.accountant.state_dict(),
             "delta": self.delta,
             "sampling": self.sampling,
+            "unit": self.unit,
             "reproducible": self.reproducible,
             "caveats": list(self.caveats),
             "plan": dict(self.plan),
@@ -260,10 +261,12 @@ class Ledger:
                 raise ValueError("it does not match its checksum")
             if state["version"] == 2:
                 state = {**_NEW_IN_3, **state}
+            state = {"unit": None, **state}
             accountant = MajorizedAccountant.from_state_dict(state["accountant"])
             releases = _validate.integer("releases", state["releases"], minimum=0)
             delta = _validate.open_unit("delta", state["delta"])
             sampling = _validate.choice("sampling", state["sampling"], ("poisson", "none"))
+            unit = None if state["unit"] is None else _text("unit", state["unit"])
             reproducible = _validate.boolean("reproducible", state["reproducible"])
             caveats, changes = _texts("caveats", state["caveats"]), _texts("changes", state["changes"])
             plan, journal = check_summary(dict(state["plan"])), state["journal"]
@@ -286,7 +289,7 @@ class Ledger:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the privacy ledger in {of} is damaged: {error}") from error
         self._check_search(caveats, of)
-        self._check_same(accountant.mechanism, accountant.bound, sampling, delta, of)
+        self._check_same(accountant.mechanism, accountant.bound, sampling, unit, delta, of)
         self.accountant, self.releases, self.reproducible = accountant, releases, reproducible
         self.caveats, self.plan, self.changes, self.clipping = caveats, plan, changes, clipping
         self.elsewhere, self.logged, self._runs = elsewhere, logged, runs
@@ -299,13 +302,15 @@ class Ledger:
             ValueError: they were kept under another mechanism, bound, adjacency or delta, or by a private search.
         """
         self._check_search(other.caveats, of)
-        self._check_same(other.accountant.mechanism, other.accountant.bound, other.sampling, other.delta, of)
+        kept = other.accountant
+        self._check_same(kept.mechanism, kept.bound, other.sampling, other.unit, other.delta, of)
 
-    def _check_same(self, mechanism: str, bound: str, sampling: str, delta: float, of: str) -> None:
+    def _check_same(self, mechanism: str, bound: str, sampling: str, unit: str | None, delta: float, of: str) -> None:
         for name, here, there in (
             ("mechanism", self.accountant.mechanism, mechanism),
             ("bound", self.accountant.bound, bound),
             ("sampling", self.sampling, sampling),
+            ("unit", self.unit, unit),
             ("delta", self.delta, delta),
         ):
             if here != there:

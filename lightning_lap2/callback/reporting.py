@@ -10,8 +10,13 @@ from lightning_lap2._version import __version__
 from lightning_lap2.callback.adaptive import current_threshold
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.settings import CLIP_LEARNING_RATE, TARGET_QUANTILE, Settings
-from lightning_lap2.report import GENERAL_CAVEATS, PrivacyReport
+from lightning_lap2.report import GENERAL_CAVEATS, ONE_EXAMPLE, PrivacyReport
 
+_ONE_USER = (
+    "The guarantee is for one user with all records that the data set's ids ({unit}) give to it (not for one with "
+    "several ids, nor one that others' records speak of; not for replacing one), and takes the numbers of units and of "
+    "records and the batch size as public."
+)
 _TORCH_NOISE = (
     "The noise is drawn from torch's generator, keyed anew by the operating system at each release. It is a "
     "statistical generator and not a cryptographic one: the guarantee holds if its output cannot be told from uniform "
@@ -51,6 +56,9 @@ def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> Pr
         sample_rate=facts.get("sample_rate"),
         expected_batch_size=facts.get("expected_batch_size"),
         num_examples=facts.get("num_examples"),
+        num_records=facts.get("num_records"),
+        unit=settings.unit_name,
+        records_per_unit=None if settings.unit is None else settings.rows_per_unit,
         dimension=facts.get("dimension"),
         steps=ledger.releases,
         planned_steps=facts.get("planned_steps"),
@@ -129,7 +137,10 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
         found.append(_floating_point(facts["rounding_margin"]))
     if facts.get("fast_dev_run"):
         found.append("fast_dev_run: a trial run, charged like any other.")
-    return [*found, *GENERAL_CAVEATS]
+    if settings.unit is None:
+        return [*found, *GENERAL_CAVEATS]
+    general = [text for text in GENERAL_CAVEATS if text != ONE_EXAMPLE]
+    return [*found, *general, _ONE_USER.format(unit=settings.unit_name)]
 
 
 def _floating_point(margin: float) -> str:

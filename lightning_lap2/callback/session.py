@@ -40,7 +40,7 @@ from lightning_lap2.gradients.state import StateMemory
 from lightning_lap2.gradients.trial import Trial, identical_views, try_step
 from lightning_lap2.noise import make_noise_source
 from lightning_lap2.noise.grid import CELLS
-from lightning_lap2.sampling import Part, peek
+from lightning_lap2.sampling import Part
 
 NEVER_RELEASED = (
     "a draw was never released: the optimizer did not step on it (an optimizer_step override that skips steps, or does "
@@ -197,6 +197,8 @@ class FitSession:
             seed=self.settings.noise_seed,
             views=self.settings.augmentations,
             skip_errors=self.settings.on_record_error == "zero",
+            unit=self.settings.unit,
+            records_per_unit=self.settings.rows_per_unit,
         )
         if self.plan is not None and data.facts != self.facts:
             raise UnsupportedSettingError(
@@ -205,11 +207,12 @@ class FitSession:
             )
         first = trainer.strategy.broadcast(data.facts)
         # on every rank: one that went on alone would wait for the others
-        if not trainer.strategy.reduce_boolean_decision((data.facts, data.facts.rows) == (first, first.rows)):
+        if not trainer.strategy.reduce_boolean_decision(data.facts.same_rows(first)):
+            units = "" if self.settings.unit is None else ", with the same unit ids in the same order"
             raise UnsupportedSettingError(
                 f"the ranks train on different data (rank {trainer.global_rank} on {data.facts}, rank 0 on {first}): "
                 "one sampling rate and one ledger hold for all ranks; give every rank the same whole data set and "
-                "batch size (the draws are shared out)"
+                f"batch size{units} (the draws are shared out)"
             )
         self.data, self.facts = data, data.facts
         if self._probe is not None:
@@ -474,8 +477,7 @@ class FitSession:
     def _try_step(self) -> None:
         """A few records through the step, which explains; see :mod:`~lightning_lap2.gradients.trial`."""
         assert self.data is not None
-        skip = self.settings.on_record_error == "zero"
-        found = peek(self.data.source, _TRIAL_RECORDS, self.settings.augmentations, skip_errors=skip)
+        found = self.data.peek(_TRIAL_RECORDS)
         if found is None:
             self.trial = Trial(("the step was not tried before training: a stream has no records to look at twice",))
             return

@@ -9,6 +9,7 @@ from typing import Literal
 from lightning_lap2 import _validate
 from lightning_lap2.accounting.selection import RunLimit
 from lightning_lap2.mechanism import CLIPPINGS, MECHANISMS, ClippingName, Mechanism, MechanismName
+from lightning_lap2.sampling.units import UnitOf, unit_name
 
 Bound = Literal["tight", "joint", "published"]
 Sampling = Literal["poisson", "none"]
@@ -29,6 +30,7 @@ _NUMBERS: dict[str, type] = {
     "chunk_size": int,
     "noise_seed": int,
     "augmentations": int,
+    "records_per_unit": int,
     "target_quantile": float,
     "clip_learning_rate": float,
     "count_noise_scale": float,
@@ -65,6 +67,8 @@ class Settings:
     clip_learning_rate: float | None
     count_noise_scale: float | None
     on_record_error: OnRecordError
+    unit: UnitOf | None = None
+    records_per_unit: int | None = None
     public_state: tuple[str, ...] = ()
     run_limit: RunLimit | None = None
 
@@ -98,6 +102,7 @@ class Settings:
             raise ValueError(
                 "engine='ghost' computes l2 norms, but mechanism='laplace_l1' clips the l1 norm; use engine='vmap'"
             )
+        self._check_unit()
         self._check_clipping()
         self._check_noise()
         self._make_plain()
@@ -107,6 +112,27 @@ class Settings:
         for name, kind in _NUMBERS.items():
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else kind(value))
+
+    def _check_unit(self) -> None:
+        if self.unit is None:
+            if self.records_per_unit is not None:
+                raise ValueError(
+                    f"records_per_unit={self.records_per_unit!r} has no meaning without unit; leave it None, or name "
+                    "the data set's ids, unit='user_id'"
+                )
+            return
+        if not callable(self.unit) and not (isinstance(self.unit, str) and self.unit):
+            raise TypeError(
+                "unit must be the name of the training data's ids, or a function from the data set to them, got "
+                f"{self.unit!r} of type {type(self.unit).__name__}"
+            )
+        if self.records_per_unit is not None:
+            _validate.integer("records_per_unit", self.records_per_unit, minimum=1)
+        if self.sampling != "poisson":
+            raise ValueError(
+                f"unit={self.unit_name!r} with sampling={self.sampling!r}: in the loader's own order a user's records "
+                "come at many steps of a pass, each of which would have to be paid for; use sampling='poisson'"
+            )
 
     def _check_clipping(self) -> None:
         for name in ("target_quantile", "clip_learning_rate", "count_noise_scale"):
@@ -198,5 +224,17 @@ class Settings:
         )
 
     @property
+    def unit_name(self) -> str | None:
+        """What the report and the ledger call the units."""
+        return None if self.unit is None else unit_name(self.unit)
+
+    @property
+    def rows_per_unit(self) -> int:
+        """Records that an example shows."""
+        return self.records_per_unit or 1
+
+    @property
     def adjacency(self) -> str:
+        if self.unit is not None:
+            return f"add/remove one user ({self.unit_name})"
         return "add/remove one example" if self.sampling == "poisson" else "zero-out of one example"

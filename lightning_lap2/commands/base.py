@@ -22,6 +22,8 @@ _OPTIONS: dict[str, str] = {
     "noise-multiplier": "noise scale over clipping norm: b/C (Laplace) or sigma/C (Gaussian), in [0, inf]",
     "sample-rate": "probability q that an example enters a step, in [0, 1]: expected batch size / N",
     "steps": "number of optimizer steps, an integer >= 0",
+    "units": "number U of units of privacy (users): with --batch-size in place of --sample-rate",
+    "batch-size": "expected units per optimizer step, an integer in [1, U]",
     "dimension": "number n of trainable scalars, an integer >= 0 or inf (overcounting is safe)",
 }
 
@@ -64,9 +66,15 @@ def spellings(option: str) -> list[str]:
 
 
 def add_option(
-    parser: ArgumentParser, option: str, *, several: bool = False, default: float | None = None, note: str = ""
+    parser: ArgumentParser,
+    option: str,
+    *,
+    several: bool = False,
+    default: float | None = None,
+    required: bool = True,
+    note: str = "",
 ) -> None:
-    """Adds one of the options that commands share. Without a ``default`` it is required (but delta is 1e-5)."""
+    """Adds one of the options that commands share. Without a ``default`` it is ``required`` (but delta is 1e-5)."""
     if option in _CHOICES:
         legal, text = _CHOICES[option]
         parser.add_argument(*spellings(option), choices=legal, default=legal[0], help=text)
@@ -77,7 +85,7 @@ def add_option(
     extra: dict[str, Any] = {"nargs": "+"} if several else {}
     if default is None and option == "delta":
         default = 1e-5
-    extra |= {"required": True} if default is None else {"default": default}
+    extra |= {"required": True} if default is None and required else {"default": default}
     parser.add_argument(*spellings(option), type=number, help=text, **extra)
 
 

@@ -7,12 +7,15 @@ from lightning_lap2.sampling.loaders import check_loader, provably_once, rebuild
 from lightning_lap2.sampling.parts import Part
 from lightning_lap2.sampling.poisson import PoissonBatchSampler
 from lightning_lap2.sampling.recorded import RecordedBatchSampler
+from lightning_lap2.sampling.units import UnitBatchSampler, Units
 
 __all__ = [
     "ExampleLoader",
     "Part",
     "PoissonBatchSampler",
     "RecordedBatchSampler",
+    "UnitBatchSampler",
+    "Units",
     "check_loader",
     "peek",
     "provably_once",

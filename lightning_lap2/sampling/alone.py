@@ -5,6 +5,7 @@ What a record adds to a release may depend on that record alone. The user's code
 of them finds: now and then, from some epoch on, where a rare record is among them. So it gets one record at a time:
 
 * ``dataset.__getitems__([i])`` where there is one, else ``dataset[i]``; K times the same i with K views per example;
+  where an example is a unit with several records, those;
 * ``collate_fn`` of what that gave;
 * under random generators with secret seeds, see :mod:`~lightning_lap2.batches.generators`.
 
@@ -39,6 +40,7 @@ from lightning_lap2.batches import ExampleBatch, split_rows
 from lightning_lap2.batches.generators import Entropy, private_generators
 from lightning_lap2.errors import IsolationError
 from lightning_lap2.sampling.loaders import worker_settings
+from lightning_lap2.sampling.units import UnitBatchSampler
 
 _DEFAULT_MAP = dict(default_collate_fn_map)
 
@@ -146,8 +148,8 @@ class RecordByRecord(Dataset[Any]):
     Args:
         dataset: the user's.
         collate_fn: the user's.
-        views: how often each index stands in a batch, in a row.
-        skip_errors: a record whose fetch or collation raises is lost, instead of ending the fit.
+        views: indices of each example, in a row: one that repeats, or some of a unit's records.
+        skip_errors: a record (a unit) whose fetch or collation raises is lost, instead of ending the fit.
     """
 
     def __init__(
@@ -196,11 +198,18 @@ class RecordByRecord(Dataset[Any]):
             self._watch = FetchWatch(self.dataset)
         together, views = getattr(self.dataset, "__getitems__", None), self._collate.views
         fetched = []
-        with self._watch.watching():
-            for index in indices[::views]:
-                self._watch.begin()
-                own = [index] * views
-                fetched.append(together(own) if callable(together) else [self.dataset[i] for i in own])
+        with self._watch.watching() as begin:
+            for start in range(0, len(indices), views):
+                own = indices[start : start + views]
+                if callable(together):
+                    begin(len(set(own)))
+                    fetched.append(together(own))
+                else:
+                    found = []
+                    for index in own:
+                        begin(1)
+                        found.append(self.dataset[index])
+                    fetched.append(found)
         return fetched
 
     def __getstate__(self) -> dict[str, Any]:
@@ -228,7 +237,8 @@ class StreamByRecord(IterableDataset[Any]):
 
 
 class FetchWatch:
-    """Notices that fetching one record reads another: some data set asked for two different records.
+    """Notices that fetching one record reads another: some data set asked for two different records, or for one more
+    than the unit has that is fetched.
 
     Data sets are watched by their classes' ``__getitem__``, for as long as a batch is fetched: that of the train data
     and those it wraps (attributes, and lists of them, to any depth).
@@ -236,31 +246,37 @@ class FetchWatch:
 
     def __init__(self, dataset: Any) -> None:
         self._kinds = _dataset_kinds(dataset)
-        self._read: dict[int, Any] | None = None
+        self._read: dict[int, list[Any]] | None = None
+        self._allowed = 1
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> Iterator[Callable[[int], None]]:
+        """Gives what is to be called before each fetch, with the number of records that it is of."""
         originals = {kind: kind.__dict__["__getitem__"] for kind in self._kinds}
         try:
             for kind, original in originals.items():
                 kind.__getitem__ = self._watched(original)
-            yield
+            yield self._begin
         finally:
             self._read = None
             for kind, original in originals.items():
                 kind.__getitem__ = original
 
-    def begin(self) -> None:
-        """Before the fetch of each record."""
-        self._read = {}
+    def _begin(self, records: int) -> None:
+        """Of one record, or several of one unit: each data set may be asked for as many."""
+        self._read, self._allowed = {}, records
 
     def _watched(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def getitem(dataset: Any, key: Any) -> Any:
             if self._read is not None:
-                before = self._read.setdefault(id(dataset), key)
-                if before is not key and not _equal(before, key):
+                keys = self._read.setdefault(id(dataset), [])
+                if not any(known is key or _equal(known, key) for known in keys):
+                    keys.append(key)
+                if len(keys) > self._allowed:
+                    one = self._allowed == 1
+                    many = "two records while one was" if one else f"{len(keys)} while a unit's {self._allowed} were"
                     raise IsolationError(
-                        f"{type(dataset).__name__}.__getitem__ was asked for two records while one was fetched "
+                        f"{type(dataset).__name__}.__getitem__ was asked for {many} fetched "
                         "(mixup or pairs in the data set, a retry with another index?): one record would reach "
                         "another's gradient past the clipping. Make each record from what belongs to it, before "
                         "training if need be; leave out unreadable records beforehand"
@@ -312,7 +328,7 @@ class ExampleLoader(DataLoader[Any]):
     Args:
         loader: the user's, for its settings.
         batch_sampler: what draws; ``None`` keeps a stream's own order.
-        views: how often the sampler gives each index, in a row.
+        views: how many indices the sampler gives for each example, in a row.
         skip_errors: see :class:`RecordByRecord`; a stream's errors end the fit.
     """
 
@@ -375,21 +391,30 @@ class _Peek(RecordByRecord):
 
 
 def peek(
-    loader: DataLoader[Any], count: int, views: int = 1, *, skip_errors: bool = False
+    loader: DataLoader[Any],
+    count: int,
+    views: int = 1,
+    *,
+    skip_errors: bool = False,
+    units: UnitBatchSampler | None = None,
 ) -> tuple[ExampleBatch, Any] | None:
     """A few records spread over the data, read as training will read them (in a worker, if there are workers): the
     examples, and one batch of them all as plain training would make it, ``None`` where that fails.
 
     ``None`` for a stream, whose records cannot be read twice.
+
+    Args:
+        units: what draws units, where those are the examples.
     """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         return None
-    size = len(dataset)  # type: ignore[arg-type]
+    size = len(dataset) if units is None else units.num_examples  # type: ignore[arg-type]
     count = min(count, size)
     # spread by the golden ratio: even spacing falls in step with data that repeat in a pattern
     chosen = range(size) if count == size else [int(size * ((k * 0.6180339887498949) % 1.0)) for k in range(count)]
-    indices = [index for index in dict.fromkeys(chosen) for _ in range(views)]
+    examples = list(dict.fromkeys(chosen))
+    indices = [index for index in examples for _ in range(views)] if units is None else units.shown(examples)
     settings = worker_settings(loader) | {"persistent_workers": False, "pin_memory": False}
     settings["num_workers"] = min(1, loader.num_workers)
     settings["generator"] = torch.Generator()  # the user's is not drawn from

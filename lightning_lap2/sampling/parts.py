@@ -182,7 +182,7 @@ class WindowedBatchSampler(Sampler[list[int]], ABC):
             for index, (drawn, count) in enumerate(batches, start=first):
                 batch, records, left_out = self._leave_out(drawn, count)
                 current.drawn.append(Part(release, index, first + len(batches), len(records), tuple(records), left_out))
-                drawn_indices = Indices(example for example in batch for _ in range(self.views))
+                drawn_indices = Indices(self._rows(batch, drawn, release, index))
                 drawn_indices.key = None if self.seed is None else self.secret(f"worker|part={index:d}", release)
                 yield drawn_indices
             position += len(batches)
@@ -197,6 +197,10 @@ class WindowedBatchSampler(Sampler[list[int]], ABC):
             return os.urandom(32)
         text = f"lightning-lap2/v1/{purpose}|seed={self.seed:d}|release={release:d}|rank={self.rank:d}"
         return hashlib.shake_256(text.encode()).digest(32)
+
+    def _rows(self, batch: list[int], drawn: list[int], release: int, part: int) -> list[int]:
+        """What the data set is asked for: of each of ``batch``, which is ``drawn`` but for those left out."""
+        return [example for example in batch for _ in range(self.views)]
 
     def _leave_out(self, drawn: list[int], count: int) -> tuple[list[int], list[int], tuple[int, ...]]:
         """(batch, its records, those left out) of what was drawn; a batch of which nothing is left is an empty draw."""

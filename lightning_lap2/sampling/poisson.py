@@ -109,9 +109,9 @@ class PoissonBatchSampler(WindowedBatchSampler):
         dealt = [drawn] if parts == 1 else [drawn[chosen == part] for part in range(parts)]
         return [(part.tolist(), len(part)) if len(part) else ([self._template], 0) for part in dealt]
 
-    def _coins(self, release: int) -> np.random.Generator:
+    def _coins(self, release: int, purpose: str = "poisson") -> np.random.Generator:
         """The generator of one draw: 128 secret bits as key, 128 as upper half of the counter."""
-        secret = self.secret("poisson", release)
+        secret = self.secret(purpose, release)
         words = np.frombuffer(secret, "<u8").astype(np.uint64)  # least significant first
         counter = np.zeros(4, np.uint64)
         counter[2:] = words[2:]

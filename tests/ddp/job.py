@@ -374,6 +374,40 @@ def shards_of_their_own(ranks: Ranks) -> Result:
     return {"messages": messages}
 
 
+class Owned(torch.utils.data.TensorDataset):
+    """Twelve users of two records each."""
+
+    def __init__(self, prefix: str = "") -> None:
+        super().__init__(*records(24).tensors)
+        self.user_id = [f"{prefix}{number % 12}" for number in range(24)]
+
+
+def users(ranks: Ranks) -> Result:
+    """Every user with both records in every release; then ranks with other ids, and with another number of records."""
+    callback = Lap2Privacy(
+        eps=math.inf, noise_multiplier=0.0, max_grad_norm=0.7, unit="user_id", records_per_unit=2, engine="loop"
+    )
+    module, seen = classifier(pl), part_spy(pl)
+    trainer = ranks.trainer(callback, seen, max_epochs=3, accumulate_grad_batches=2)
+    trainer.fit(module, DataLoader(Owned(), batch_size=12 // ranks.number // 2))
+    messages = []
+    if ranks.number > 1:
+        for others in (Owned(f"zaphod{RANK}"), torch.utils.data.Subset(Owned(), range(RANK, 24))):
+            try:
+                trainer = ranks.trainer(Lap2Privacy(**RESUMABLE, unit="user_id"), max_epochs=1)
+                trainer.fit(classifier(pl), DataLoader(others, batch_size=2))
+                messages.append("")
+            except ValueError as error:
+                messages.append(str(error))
+    return {
+        "weights": weights(module),
+        "steps": callback.steps,
+        "q": callback.sample_rate,
+        "drawn": [unit for part in seen.parts for unit in part.records],
+        "messages": messages,
+    }
+
+
 RESUMABLE = {"eps": 6.0, "noise_multiplier": 1.5}
 
 
@@ -503,6 +537,7 @@ SCENARIOS: dict[str, Callable[[Ranks], Result]] = {
         distributed_sampler_without_sampling,
         iterable_without_sampling,
         shards_of_their_own,
+        users,
         resume_what_one_process_left,
         resume_what_a_killed_run_owes,
         exception_on_rank_0,

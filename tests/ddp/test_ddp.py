@@ -42,6 +42,7 @@ TWO = [
     "distributed_sampler_without_sampling",
     "iterable_without_sampling",
     "shards_of_their_own",
+    "users",
     "resume_what_one_process_left",
     "resume_what_a_killed_run_owes",
 ]
@@ -299,6 +300,19 @@ def test_shards_of_their_own_are_refused_on_every_rank(two: Job) -> None:
         assert "the ranks train on different data" in shard
         assert "the ranks train on different data" in split
         assert same == ""
+
+
+def test_users_are_shared_out_and_ranks_agree_on_their_ids(two: Job) -> None:
+    results, alone = two.results("users", 2), jobs.users(jobs.Ranks(Path(), 1))
+    _all_equal(results, "weights", "steps", "q")
+    assert (results[0]["steps"], results[0]["q"]) == (alone["steps"], alone["q"]) == (3, 1.0)
+    assert sorted(results[0]["drawn"] + results[1]["drawn"]) == sorted(alone["drawn"]) == sorted([*range(12)] * 3)
+    torch.testing.assert_close(results[0]["weights"], alone["weights"], rtol=0, atol=1e-6)
+    for result in results:
+        for message in result["messages"]:
+            assert "the ranks train on different data" in message
+            assert "with the same unit ids in the same order" in message
+            assert "zaphod" not in message
 
 
 # -- resume across numbers of ranks -----------------------------------------------------------------------------------

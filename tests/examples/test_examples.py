@@ -101,3 +101,19 @@ def test_idx_files_are_checked(example: Example, mnist_like: Path) -> None:
         data.read_idx(labels, dimensions=1)
     with pytest.raises(FileNotFoundError, match="neither train-images-idx3-ubyte nor"):
         data.idx(mnist_like.parent, "train")
+
+
+def test_users_compares_sentences_with_editorials(
+    example: Example, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    texts = ["A good day, but not for everyone.", "What a bad idea!", "They met on Monday."]
+    lines = [f"{editorial}_{k}\t{1 - k}\t{texts[k % 3]}" for editorial in range(1, 26) for k in range(3)]
+    (tmp_path / "sentences.txt").write_text("\n".join(lines))
+    (tmp_path / "lexicon.txt").write_text("good\t1.9\t0.9\nbad\t-2.5\t0.7\n")
+    example("users").main(
+        ["--sentences", "sentences.txt", "--lexicon", "lexicon.txt", "--eps", "[2.0]", "--steps", "2", "--runs", "2"]
+    )
+    printed = capsys.readouterr().out
+    assert "60 sentences of 20 editorials; 15 held out, 33.3% positive" in printed
+    assert printed.count("accuracy") == 4
+    assert "eps = 2, one editorial, 10 shown" in printed

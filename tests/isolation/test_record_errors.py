@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_lap2.sampling import PoissonBatchSampler
 from tests.isolation.sensitivity import LIMIT, Attack, N, Plain, Rows
 
 
@@ -46,6 +47,16 @@ ATTACKS = {
 def test_by_default_it_ends_the_fit_as_in_plain_lightning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises((OSError, ValueError), match="truncated file|out of range"):
         ATTACKS[name].moved(monkeypatch)
+
+
+def test_a_draw_of_which_nothing_can_be_read_is_noise_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def last(sampler: PoissonBatchSampler, release: int, parts: int) -> list[tuple[list[int], int]]:
+        return [([N - 1], 1)] * parts
+
+    monkeypatch.setattr(PoissonBatchSampler, "_draw", last)
+    sums = Attack(dataset=Unreadable, privacy={"on_record_error": "zero"}).releases([], "auto")
+    assert len(sums) == 3
+    assert max(float(total.abs().max()) for total in sums) < 0.1
 
 
 @pytest.mark.parametrize("name", ATTACKS)
