@@ -46,6 +46,8 @@ class Lap2Privacy(Lap2Core, pl.Callback):
         assume_nothing_spent: resume from a checkpoint that holds no ledger, declaring that its training spent
             nothing of this data's budget.
         allow_feedback: let schedulers and callbacks watch values computed from training data without noise.
+        on_record_error: ``"raise"``: an error in reading a record or in the step on it ends the fit, as in plain
+            Lightning; ``"zero"``: that record counts as one without a gradient, and the report says so.
         public_state: names of attributes of the module (``"scale"``, ``"net.centres"``) and of settings
             (``"param_groups"``, ``"should_stop"``, ``"max_epochs"``) that hooks change and that you vouch hold nothing
             of the training records. The report names them.

@@ -241,12 +241,16 @@ def test_arrays_written_in_place_are_refused_by_name(kind: type[Engine], name: s
         run(Module(effect), kind)
 
 
-def test_large_tensors_are_compared_by_content_too() -> None:
+@pytest.mark.parametrize("write", ["add_", "neg_", "one entry"])
+@pytest.mark.parametrize("shape", [(400, 400), (331, 333)])
+def test_large_tensors_are_compared_by_content_too(write: str, shape: tuple[int, int]) -> None:
     def effect(m: Any, loss: Tensor, logits: Tensor) -> None:
-        m.large.data.add_(1)
+        data = m.large.data
+        data[3, 5] = 1e-30 if write == "one entry" else data[3, 5]
+        _ = data.add_(1) if write == "add_" else data.neg_() if write == "neg_" else None
 
     module = Module(effect)
-    module.register_buffer("large", torch.zeros(400, 400))
+    module.register_buffer("large", torch.randn(shape))
     with pytest.raises(UnsupportedModelError, match=r"training_step writes self\.large in place"):
         run(module, LoopEngine)
 
