@@ -252,7 +252,7 @@ def test_large_tensors_are_compared_by_content_too(write: str, shape: tuple[int,
     module = Module(effect)
     module.register_buffer("large", torch.randn(shape))
     with pytest.raises(UnsupportedModelError, match=r"training_step writes self\.large in place"):
-        run(module, LoopEngine)
+        run(module, VmapEngine)
 
 
 # -- Python values ----------------------------------------------------------------------------------------------------
