@@ -134,7 +134,7 @@ def test_the_driver_runs_a_plan_and_commits_each_result(
     (tmp_path / "other").write_text("not to be committed")
     git("add", "other")
     (tmp_path / "plan.txt").write_text("# a comment\none.py first\n\nbad.py\none.py second\n")
-    assert driver.main([str(tmp_path / "plan.txt"), "--commit", "rows", "--workers", "2"]) == 1
+    assert driver.main([str(tmp_path / "plan.txt"), "--commit", "rows", "--workers", "1"]) == 1
     assert sorted(git("log", "--format=%s").splitlines()) == ["Result: wrote first", "Result: wrote second"]
     assert git("ls-tree", "-r", "--name-only", "HEAD").split() == ["rows/first", "rows/second"]
 
