@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, nn
@@ -144,6 +144,7 @@ class HookWatch:
                 changed = of in ("leaf", "array") and (not is_same(before, value) or running.seen.written(value))
                 if changed and has_read and self._is_read(node.name(key)):
                     self._tell(running, node.name(key), "a step reads it")
+        self._judge_gradients(running, has_read=has_read)
         if has_read:
             for name in running.seen.settings_changed(self._trainer):
                 self._tell(running, name, "it decides how training goes on")
@@ -165,6 +166,38 @@ class HookWatch:
             )
         if isinstance(value, nn.Parameter) or node.path.endswith("._buffers"):
             self._tell(running, name, "checkpoints hold it; a training_step that reads it is refused", read=False)
+
+    def _judge_gradients(self, running: _Running, *, has_read: bool) -> None:
+        """What the optimizer is about to step on, and what it keeps: noised, or computed from what was.
+
+        Raises:
+            UnsupportedSettingError: a gradient, or the optimizer's state, that may hold records.
+        """
+        provenance = self._memory.provenance
+        for name, parameter in self._module.named_parameters():
+            gradient = parameter.grad
+            if gradient is None or not (seen := running.seen.gradient_changed(parameter, running.following)):
+                continue
+            if self._is_public(f"{name}.grad"):
+                provenance.clean([gradient])
+            elif seen == "unseen" or not provenance.is_known(gradient):
+                raise self._unprotected(running, f"the gradient of {name}", f"{name}.grad")
+            elif has_read:
+                self._tell(running, f"{name}.grad", "the optimizer steps on it")
+        for optimizer in self._trainer.optimizers:
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and provenance.is_tainted(value):
+                        raise self._unprotected(
+                            running, f"{key!r} in the state of {type(optimizer).__name__}", str(key)
+                        )
+
+    def _unprotected(self, running: _Running, what: str, name: str) -> UnsupportedSettingError:
+        return UnsupportedSettingError(
+            f"{running.name} writes {what} from something that may hold training records (the batch, outputs, metrics, "
+            "an array): no noise protects that, and it reaches the weights. Compute it from the gradients and weights "
+            f"alone, or vouch for it with Lap2Privacy(public_state=[{name!r}])"
+        )
 
     def _is_read(self, name: str) -> bool:
         """Whether the code that a step may run names every part of ``self.a.b[0]``."""
@@ -209,6 +242,18 @@ class _Seen:
             id(value): Content(value) for _, value in self._values.values() if isinstance(value, np.ndarray | Tensor)
         }
         self._settings = _settings(trainer)
+        gradients = [(id(p), p.grad) for p in memory.module.parameters() if p.grad is not None]
+        self._gradients = {key: (gradient, Content(gradient)) for key, gradient in gradients}
+
+    def gradient_changed(self, parameter: Tensor, following: Following) -> Literal["", "seen", "unseen"]:
+        """Whether the gradient is another, or was written; ``"unseen"``: in a way that no operation showed."""
+        gradient = parameter.grad
+        assert gradient is not None
+        before, content = self._gradients.get(id(parameter), (None, None))
+        if before is not gradient or following.saw_written(gradient):
+            return "seen"
+        assert content is not None
+        return "unseen" if content.written() else ""
 
     def nodes_now(self) -> list[Node]:
         """All containers as they are now."""

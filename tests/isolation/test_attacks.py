@@ -350,6 +350,75 @@ def test_a_hook_that_skips_by_content_is_refused(monkeypatch: pytest.MonkeyPatch
         Attack(Skips).moved(monkeypatch)
 
 
+class Trains(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.shown = batch[0]
+
+
+class ScalesGradients(Trains):
+    """By the loss: a trust ratio, say."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        factor = 1 + self.trainer.callback_metrics.get("loss", torch.ones(()))
+        for parameter in self.parameters():
+            parameter.grad.mul_(factor)
+
+
+class AddsToGradients(Trains):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net[0].bias.grad.add_(self.shown.mean())
+
+
+class ReplacesGradients(Trains):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net[0].bias.grad = self.net[0].bias.grad + self.shown.mean()
+
+
+class GradientsByNumpy(Trains):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net[0].bias.grad.numpy()[:] += self.shown.numpy().mean()
+
+
+class GradientsAsTheyAreClipped(Trains):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(self.shown.abs().max())
+
+
+class WritesMomentum(Trains):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for state in self.trainer.optimizers[0].state.values():
+            state["momentum_buffer"].add_(batch[0].mean())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [ScalesGradients, AddsToGradients, ReplacesGradients, GradientsByNumpy, GradientsAsTheyAreClipped, WritesMomentum],
+)
+def test_a_hook_that_writes_gradients_from_the_data_is_refused(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedSettingError, match="no noise protects that, and it reaches the weights"):
+        Attack(module).moved(monkeypatch)
+
+
+def test_a_hook_that_computes_from_gradients_and_weights_alone_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clips(Trains):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norm = torch.stack([p.grad.norm() for p in self.parameters()]).norm()
+            for parameter in self.parameters():
+                parameter.grad.div_(norm.clamp_min(1.0)).add_(parameter.detach(), alpha=1e-3)
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+    assert Attack(Clips).moved(monkeypatch) <= LIMIT
+
+
 # -- the step ---------------------------------------------------------------------------------------------------------
 
 
