@@ -77,6 +77,13 @@ class Examples:
         """:meth:`rows` in memory of their own, so that what is known of it is known of these examples alone."""
         return self.rows(start, stop).map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
+    def holds_the_same(self, other: Examples) -> bool:
+        """Whether the tensors of both have the same values, to the bit."""
+        return all(
+            torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+            for a, b in zip(self.tensors, other.tensors, strict=True)
+        )
+
     def shared(self) -> list[Any]:
         """The other leaves for code that runs all examples at once: a value that is the same for all of them as it is,
         else an :class:`Untouchable`."""

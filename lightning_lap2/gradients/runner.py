@@ -61,7 +61,11 @@ class UserStep:
         module: the user's module.
         call: what the fit asks for.
         trace: of the latest run.
+        may_repeat: whether an engine may have to run the user's code twice on the same examples, for which it then
+            keeps a copy of them.
     """
+
+    may_repeat = True
 
     def __init__(
         self, module: nn.Module, call: StepCall, places: Sequence[int], recorder: Recorder, guard: StateGuard,
@@ -179,6 +183,8 @@ class StepRunner:
         self._latest: Replay | None = None
         self._kept = False
         self._first: dict[Any, int] = {}
+        self._settled: set[Any] = set()
+        self._writes_batch = False
         self._layout: ParameterLayout | None = None
 
     @property
@@ -200,7 +206,8 @@ class StepRunner:
         refuse_layers(self.module, vmapped=False)
         batch = call.examples
         if layout is not self._layout:
-            self._layout, self._first = layout, {}  # what an engine can do depends on what trains
+            # what an engine can do depends on what trains
+            self._layout, self._first, self._settled = layout, {}, set()
         if self.memory is None:
             self.memory = StateMemory(self.module)
         guard = StateGuard(self.memory)
@@ -261,12 +268,18 @@ class StepRunner:
     def _group(
         self, group: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
     ) -> list[tuple[Sequence[int], Traced]]:
-        """What was recorded, each run with the places of its examples."""
-        number = self._first.get(group.key, 0)
+        """What was recorded, each run with the places of its examples.
+
+        A step may write into its batch (``x.mul_(2)``). Until it is known for this shape that it does not, and which
+        engine takes it at once, every attempt gets a copy.
+        """
+        number, settled = self._first.get(group.key, 0), group.key in self._settled
+        step.may_repeat = not settled
         while True:
             engine = self.engines[number]
+            given = group if settled and not self._writes_batch else group.apart(0, group.count)
             try:
-                found = engine.add_clipped(group, step, layout, clipper, total)
+                found = engine.add_clipped(given, step, layout, clipper, total)
             except IsolationError:
                 raise
             except UnsupportedModelError as error:
@@ -283,6 +296,9 @@ class StepRunner:
                 raise
             if engine.name not in self.used:
                 self.used.append(engine.name)
+            if not settled and total is not None:
+                self._settled.add(group.key)
+                self._writes_batch |= not given.holds_the_same(group)
             return list(zip(_shares(step.places, found), found, strict=True))
 
     def _one_by_one(

@@ -156,3 +156,39 @@ def test_chunks_change_nothing() -> None:
     ]
     for found in sums[1:]:
         torch.testing.assert_close(found, sums[0], rtol=1e-5, atol=1e-6)
+
+
+class WritesItsBatch(nn.Module):
+    """In place, and with a layer whose parameters ghost finds out to spread on the way."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.branches = nn.Linear(3, 4), nn.Bilinear(4, 4, 2), branches
+
+    log = log_dict = lambda *_, **__: None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x,) = batch
+        x.mul_(2)
+        hidden = self.first(x)
+        loss = self.second(hidden, hidden).square().mean()
+        return loss * 2 if self.branches and float(x.sum()) > 0 else loss
+
+
+@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize("engines", [("ghost",), ("vmap",), ("loop",), CHAIN])
+def test_a_step_that_writes_into_its_batch_is_given_it_once(engines: tuple[str, ...], branches: bool) -> None:
+    if branches and engines in (("ghost",), ("vmap",)):
+        pytest.skip("refused there")
+    module = WritesItsBatch(branches)
+    layout = ParameterLayout(module)
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+    want = torch.zeros(layout.numel)
+    for row in x:
+        want += layout.flatten(torch.autograd.grad(module.training_step((row[None].clone(),), 0), layout.parameters))
+    runner = StepRunner(module, [make_engine(name, module) for name in engines])
+    for _ in range(3):
+        total = layout.zeros()
+        runner.accumulate(StepCall(((x.clone(),), 0), 5), layout, FlatClipper(float("inf")), total)
+        torch.testing.assert_close(total, want, rtol=1e-4, atol=1e-5)

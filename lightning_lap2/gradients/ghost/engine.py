@@ -88,7 +88,7 @@ class GhostEngine(Engine):
         self, examples: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
     ) -> Traced:
         """One forward and backward pass; a second forward pass where parameters turn out to need spreading."""
-        again = False
+        again, spare = False, examples.apart(0, examples.count) if step.may_repeat else examples
         while True:
             run = self._forward(examples, step, layout, again=again)
             if total is None or not run.losses.requires_grad:
@@ -101,7 +101,7 @@ class GhostEngine(Engine):
                     raise _not_covered(found, layout) from None
                 self._spread.add(new)
                 del run
-                again = True
+                again, examples, spare = True, spare, spare.apart(0, spare.count)
                 continue
             collected.add_clipped(layout, clipper, total, examples.count)
             return run.traced
