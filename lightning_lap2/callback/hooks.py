@@ -286,7 +286,7 @@ def _settings(trainer: Any) -> dict[str, Any]:
 
 
 def _is_users(callback: Any) -> bool:
-    own = type(callback).__module__.startswith(("lightning.", "pytorch_lightning."))
+    own = type(callback).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_lap2."))
     return not own and not getattr(callback, "is_lap2_privacy", False)
 
 
