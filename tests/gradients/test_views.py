@@ -169,10 +169,9 @@ def test_every_view_has_a_dropout_mask_of_its_own(engine: str) -> None:
     """One layer without bias on ones: the gradient of an example averages its views' masks."""
     module = Net(nn.Dropout(0.5), nn.Linear(64, 3, bias=False))
     x, y = torch.ones(2, 64), torch.zeros(2, dtype=torch.long)
-    torch.manual_seed(1)
     gradient = engine_sum(engine, module, (x, y), 1, 2, math.inf).view(3, 64)[0]
-    # kept by none, by one, by both of the views: three values where the softmax is about the same
-    assert len(torch.unique((gradient.abs() / gradient.abs().max() * 2).round())) == 3
+    # kept by none, by the one, by the other, by both of the views; one mask for both would leave two values
+    assert len(torch.unique((gradient.abs() / gradient.abs().max() * 1e3).round())) in (3, 4)
 
 
 @pytest.mark.parametrize("engine", EVERY)
