@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from lightning_lap2.batches import Examples
 from lightning_lap2.batches.generators import Entropy, private_generators
-from lightning_lap2.errors import IsolationError, UnsupportedModelError
+from lightning_lap2.errors import IsolationError, UnsupportedModelError, UnsupportedSettingError
 from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.recorder import Recorder, Trace
@@ -280,7 +280,7 @@ class StepRunner:
             given = group if settled and not self._writes_batch else group.apart(0, group.count)
             try:
                 found = engine.add_clipped(given, step, layout, clipper, total)
-            except IsolationError:
+            except (IsolationError, UnsupportedSettingError):
                 raise
             except UnsupportedModelError as error:
                 number += 1

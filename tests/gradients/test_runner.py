@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lap2.batches import ExampleBatch
-from lightning_lap2.errors import IsolationError, UnsupportedModelError
+from lightning_lap2.errors import IsolationError, UnsupportedModelError, UnsupportedSettingError
 from lightning_lap2.gradients import FlatClipper, ParameterLayout, StepCall, StepRunner
 from lightning_lap2.gradients.engines import make_engine
 
@@ -118,6 +118,18 @@ def test_mixed_records_end_the_fit_whatever_engines_are_left() -> None:
     runner = StepRunner(module, [Refusing(IsolationError("mixed")), make_engine("loop", module)])  # type: ignore[list-item]
     with pytest.raises(IsolationError, match="mixed"):
         run(runner, ParameterLayout(module), batch)
+
+
+def test_a_refusal_is_no_error_of_a_record() -> None:
+    """``on_record_error="zero"`` must not make a refused step one without gradients, in silence."""
+    module, batch = Net(), ragged([2, 2])
+    layout = ParameterLayout(module)
+    runner = StepRunner(module, [make_engine("loop", module)])
+    run(runner, layout, batch)
+    runner.engines = [Refusing(UnsupportedSettingError("refused"))]  # type: ignore[list-item]
+    call = StepCall((batch, 0), 2, skip_errors=True)
+    with pytest.raises(UnsupportedSettingError, match="refused"):
+        runner.accumulate(call, layout, FlatClipper(0.1), layout.zeros())
 
 
 @pytest.mark.parametrize("engine", CHAIN)
