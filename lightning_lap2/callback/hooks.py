@@ -49,6 +49,7 @@ class HookWatch:
         memory: what is known of the module's state.
         public: names of attributes and settings that the user vouches for.
         warn: says something once to the user.
+        settle: frees what a hook that used the model left of its weights on this rank; see ``FitSession``.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class HookWatch:
         *,
         public: Sequence[str],
         warn: Callable[[str], None],
+        settle: Callable[[], None],
     ) -> None:
         self._trainer, self._module, self._pl = trainer, module, pl
         self._memory, self._ledger, self._public, self._warn = memory, ledger, frozenset(public), warn
         self._read: set[int] = set()  # owners that have read a number of a record's
+        self._settle_weights = settle
         self._running: _Running | None = None
 
     def install(self, patches: Patches) -> None:
@@ -89,6 +92,7 @@ class HookWatch:
 
     @contextmanager
     def _around(self, owner: Any, name: str) -> Iterator[None]:
+        self._settle_weights()
         for optimizer in self._trainer.optimizers:
             self._memory.provenance.clean(
                 value
@@ -132,6 +136,7 @@ class HookWatch:
         Raises:
             UnsupportedSettingError: a parameter that the optimizer trains.
         """
+        self._settle_weights()
         nodes, has_read = running.seen.nodes_now(), id(running.owner) in self._read
         for node in nodes:
             for key, value in node.items.items():

@@ -15,7 +15,7 @@ from lightning_lap2.callback.plan import affordable_charges
 from lightning_lap2.callback.probe import Probe
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.callback.spending import Spending
-from lightning_lap2.callback.window import Window, release_
+from lightning_lap2.callback.window import Shards, Window, release_
 from lightning_lap2.gradients import Clipper, ParameterLayout, make_clipper
 from lightning_lap2.mechanism import Mechanism
 from lightning_lap2.noise import NoiseSource
@@ -91,7 +91,7 @@ class Releases:
         """Starts to gather anew, for the parameters that are trainable now; whether a draw was dropped."""
         layout, flags = self.window.layout, _trainable(self._module)
         if flags != self._flags:
-            layout, self._flags = ParameterLayout(self._module), flags
+            layout, self._flags = layout.again(self._module), flags
             self._dimension_changed(layout)
         return self.window.restart(layout)
 
@@ -131,12 +131,13 @@ class Releases:
             last_factor=self.mechanism.count_factor,
             rank=self._rank,
             world_size=self._world_size,
+            shards=Shards(layout.own, layout.replicas),
         )
         if self._probe is not None:
-            self._probe.released(total[: layout.numel])
+            self._probe.released(total[: layout.held])
         layout.write_grads(total)
         if self.threshold is not None:
-            self._follow(self.threshold, total[layout.numel], parts)
+            self._follow(self.threshold, total[layout.held], parts)
         return True
 
     def _follow(self, threshold: AdaptiveThreshold, released: Tensor, parts: int) -> None:

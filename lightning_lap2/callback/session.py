@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lightning_lap2.batches import ExampleBatch
-from lightning_lap2.callback import marks, refusals
+from lightning_lap2.callback import marks, ranks, refusals
 from lightning_lap2.callback.adaptive import AdaptiveThreshold, dear_count
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
 from lightning_lap2.callback.delivery import Delivery, find_examples
@@ -34,7 +34,7 @@ from lightning_lap2.callback.releases import Releases, by_pass, specification
 from lightning_lap2.callback.resume import NO_JOURNAL, Resumed, accept_untracked, settle
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.errors import UnsupportedModelError, UnsupportedSettingError
-from lightning_lap2.gradients import ParameterLayout, StepCall, StepRunner
+from lightning_lap2.gradients import ParameterLayout, StepCall, StepRunner, make_layout
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.gradients.state import StateMemory
 from lightning_lap2.gradients.trial import Trial, identical_views, try_step
@@ -164,7 +164,13 @@ class FitSession:
         for name in ("advance", "on_advance_end"):
             self.patches.shadow(fit_loop.epoch_loop, name, self._draws_watched(getattr(fit_loop.epoch_loop, name)))
 
+    def settle_weights(self) -> None:
+        """Sharded layers that something outside a step has gathered hold their shards again."""
+        if self.plan is not None:
+            self.layout.begin_pass()
+
     def end(self) -> None:
+        self.settle_weights()
         self.note_state()
         self.patches.undo()
 
@@ -266,7 +272,7 @@ class FitSession:
         facts, trainer, settings = self.facts, self.trainer, self.settings
         refusals.check_delta(settings.delta, facts.num_examples)
         refusals.check_parameter_types(self.module)
-        layout = ParameterLayout(self.module)
+        layout = make_layout(self.module)
         if not layout.numel:
             raise UnsupportedSettingError(f"{type(self.module).__name__} has no trainable parameters")
         progress = self._progress
@@ -437,12 +443,16 @@ class FitSession:
         Raises:
             UnsupportedSettingError, UnsupportedModelError: naming the setting, layer or line.
         """
+        self.settle_weights()
         refusals.check_optimizers(self.trainer.optimizers, self.module)
         refusals.check_parameter_hooks(self.module)
+        ranks.equalise(self.module, self.trainer.strategy)
         self._feedback = FeedbackWatch(self.trainer, self.ledger, allowed=self.settings.allow_feedback)
         if not self.planned_steps:
             return
-        if lost := refusals.not_finite(self.module):
+        lost = refusals.not_finite(self.module)
+        if not self.layout.everywhere(lost is None):
+            lost = lost or "(in another rank's shard)"
             raise UnsupportedSettingError(
                 f"the parameter {lost} holds NaN or infinite values before the first step: every gradient would be "
                 "dropped and the budget spent on noise; initialise it, or load a sound checkpoint"
@@ -462,7 +472,14 @@ class FitSession:
         self.runner.memory = memory = StateMemory(self.module)
         memory.hold_back_named(self.ledger.unprotected)
         self._hooks = HookWatch(
-            self.trainer, self.module, self.pl, memory, self.ledger, public=self.settings.public_state, warn=self._warn
+            self.trainer,
+            self.module,
+            self.pl,
+            memory,
+            self.ledger,
+            public=self.settings.public_state,
+            warn=self._warn,
+            settle=self.settle_weights,
         )
         self._hooks.install(self.patches)
 
@@ -543,6 +560,8 @@ class FitSession:
     def check_weights(self) -> None:
         """Says once that weights are lost: a diverged run spends its budget on nothing. (They are released, so that
         this is said tells nothing more.)"""
+        self.settle_weights()
+        ranks.check_equal(self.module, self.trainer.strategy)
         if not self._lost_warned and (lost := refusals.not_finite(self.module)):
             self._lost_warned = True
             self._warn(

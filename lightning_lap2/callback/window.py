@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class Window:
         return dropped
 
     def open(self, part: Part) -> Tensor:
-        """The flat sum ``[n]`` that ``part`` is to be added to; ``[n + 1]`` with a count.
+        """The flat sum ``[held]`` that ``part`` is to be added to; one more entry with a count.
 
         Raises:
             RuntimeError: this part was added before: the user's optimizer or ``optimizer_step`` ran its closure twice.
@@ -96,6 +97,7 @@ def release_(
     last_factor: float = 1.0,
     rank: int = 0,
     world_size: int = 1,
+    shards: Shards | None = None,
 ) -> None:
     """Turns rank-local clipped sums into the noised mean, in place: ``(sum over ranks + noise) / normaliser``.
 
@@ -104,28 +106,71 @@ def release_(
     and what has its noise is never added to anything again, which would round it by what the records are. (Noise for
     each rank's own sum would not do either: a sum of Laplace draws is not Laplace.)
 
+    Where parameters are sharded, the first entries are this rank's shards and hold the sum over ranks already. They are
+    noised here and stay here; where other ranks hold the same shards, one of them noises and tells the others.
+
     Args:
         total: flat ``[n]``, fp32 or fp64, contiguous; a count behind the gradient is a coordinate like the others.
         scale: b of the Laplace or sigma of the Gaussian noise on the sum. 0: neither noise nor rounding.
         normaliser: the public expected batch size, never the number drawn.
         release: number of this release; keys seeded noise.
         last_factor: what the last coordinate's sum is multiplied by before its noise, for a count.
+        shards: what of ``total`` is shards.
 
     Raises:
         ValueError: a scale that is NaN, infinite or negative, under which the sum would go out without noise.
     """
     if not math.isfinite(scale) or scale < 0:
         raise ValueError(f"noise scale must be finite and not negative, got {scale!r}: nothing is released")
-    n = total.numel()
+    shards = shards or Shards(0)
+    whole = total[shards.size :]
+    n = whole.numel()
     start, stop = _bounds(n, rank, world_size)
     if world_size > 1:
-        _by_slice(total, world_size, _reduce)
-    if scale > 0 and stop > start:
-        factor = last_factor if stop == n else 1.0
-        noise.add_(total[start:stop], scale, distribution, release=release, last_factor=factor)  # type: ignore[arg-type]
+        _by_slice(whole, world_size, _reduce)
+    parts = [total[: shards.size] if shards.first else total[:0], whole[start:stop]]
+    factor = last_factor if stop == n else 1.0
+    _add_noise(parts, noise, scale, distribution, release, factor)
     if world_size > 1:
-        _by_slice(total, world_size, _broadcast)
+        _by_slice(whole, world_size, _broadcast)
+    shards.tell(total)
     total.div_(normaliser)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The first ``size`` entries of a flat sum, which are this rank's part of sharded parameters.
+
+    Attributes:
+        replicas: process group of the ranks that hold the same part; ``None`` where no two do.
+    """
+
+    size: int
+    replicas: torch.distributed.ProcessGroup | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank noises them."""
+        return self.replicas is None or torch.distributed.get_rank(self.replicas) == 0
+
+    def tell(self, total: Tensor) -> None:
+        """The other replicas get what the first one has noised."""
+        if self.replicas is not None:
+            torch.distributed.broadcast(total[: self.size], group=self.replicas, group_src=0)
+
+
+def _add_noise(
+    parts: list[Tensor], noise: NoiseSource, scale: float, distribution: str, release: int, last_factor: float
+) -> None:
+    """Noise for this rank's coordinates, in one call: a source is asked once for each release."""
+    parts = [part for part in parts if part.numel()]
+    if not scale or not parts:
+        return
+    own = parts[0] if len(parts) == 1 else torch.cat(parts)
+    noise.add_(own, scale, distribution, release=release, last_factor=last_factor)  # type: ignore[arg-type]
+    if len(parts) > 1:
+        for part, noised in zip(parts, own.split([part.numel() for part in parts]), strict=True):
+            part.copy_(noised)
 
 
 def _bounds(n: int, rank: int, world_size: int) -> tuple[int, int]:

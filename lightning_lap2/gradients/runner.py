@@ -16,6 +16,7 @@ from lightning_lap2.batches import Examples
 from lightning_lap2.batches.generators import Entropy, private_generators
 from lightning_lap2.errors import IsolationError, UnsupportedModelError, UnsupportedSettingError
 from lightning_lap2.gradients.clipping import Clipper
+from lightning_lap2.gradients.exchange import OtherRankError
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.recorder import Recorder, Trace
 from lightning_lap2.gradients.replay import Replay
@@ -69,11 +70,11 @@ class UserStep:
 
     def __init__(
         self, module: nn.Module, call: StepCall, places: Sequence[int], recorder: Recorder, guard: StateGuard,
-        forward: _Forward, entropy: Entropy, device: torch.device,
+        forward: _Forward, entropy: Entropy, layout: ParameterLayout,
     ) -> None:  # fmt: skip
         self.module, self.call, self.places = module, call, places
         self._recorder, self._guard, self._forward = recorder, guard, forward
-        self._entropy, self._device = entropy, device
+        self._entropy, self._layout = entropy, layout
         self._reading = Reading()
 
     def at(self, index: int) -> UserStep:
@@ -102,9 +103,10 @@ class UserStep:
             else:
                 output = functional_call(self._forward, by_slot, args, tie_weights=False)
             loss = trace.take_output(output)
-        self._guard.take_writes(trace)
+        with self._layout.at_rest():
+            self._guard.take_writes(trace)
         if loss is None:
-            loss = torch.zeros((), device=self._device)
+            loss = torch.zeros((), device=self._layout.device)
         return loss, tuple(trace.tensors)
 
     def keep(self, trace: Trace) -> None:
@@ -125,15 +127,17 @@ class UserStep:
             again: whether this repeats the last pass, whose random numbers come again; of an earlier pass its
                 :attr:`secret`.
         """
+        self._layout.begin_pass()
         self._guard.begin_call()
         self._reading = Reading()
-        generators = private_generators(self._entropy, self._device, again=again)
+        generators = private_generators(self._entropy, self._layout.device, again=again)
         # in this order: the generators' own calls are not the step's
         with generators, reseeding_refused(), self._reading.active() if together else nullcontext():
             yield
 
     def forget(self) -> None:
         """Puts the module back as the step found it: an engine gave up, another begins anew."""
+        self._layout.begin_pass()
         self._guard.restore()
 
     def revised(self, first: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -204,10 +208,14 @@ class StepRunner:
                 and what to use instead.
         """
         refuse_layers(self.module, vmapped=False)
-        batch = call.examples
         if layout is not self._layout:
             # what an engine can do depends on what trains
             self._layout, self._first, self._settled = layout, {}, set()
+        with layout.meeting(total):
+            return self._accumulate(call, layout, clipper, total)
+
+    def _accumulate(self, call: StepCall, layout: ParameterLayout, clipper: Clipper, total: Tensor) -> Any:
+        batch = call.examples
         if self.memory is None:
             self.memory = StateMemory(self.module)
         guard = StateGuard(self.memory)
@@ -217,13 +225,15 @@ class StepRunner:
             with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
                 for group, places in zip(batch.groups, batch.order, strict=True):
                     step = UserStep(
-                        self.module, call, places, self._recorder, guard, self._forward, entropy, layout.device
+                        self.module, call, places, self._recorder, guard, self._forward, entropy, layout
                     )
                     with batch_dimension_kept(group.rows_each):
                         traced += self._group(group, step, layout, clipper, total if call.count else None)
         except BaseException:
+            layout.begin_pass()
             guard.abandon()
             raise
+        layout.begin_pass()
         traces, tensors = [run.trace for _, run in traced], [run.tensors for _, run in traced]
         replay = Replay(traces, tensors, call.count, [own for own, _ in traced], self._no_value, self._sums)
         guard.close(traces, replay.value)
@@ -276,13 +286,14 @@ class StepRunner:
         number, settled = self._first.get(group.key, 0), group.key in self._settled
         step.may_repeat = not settled
         while True:
-            engine = self.engines[number]
+            engine, before = self.engines[number], layout.contributions
             given = group if settled and not self._writes_batch else group.apart(0, group.count)
             try:
                 found = engine.add_clipped(given, step, layout, clipper, total)
             except (IsolationError, UnsupportedSettingError):
                 raise
             except UnsupportedModelError as error:
+                _check_whole(engine.name, layout.contributions - before, error)
                 number += 1
                 if number == len(self.engines):
                     raise
@@ -290,8 +301,11 @@ class StepRunner:
                 self._first[group.key] = number
                 step.forget()
                 continue
-            except Exception:
+            except OtherRankError:
+                raise
+            except Exception as error:
                 if step.call.skip_errors and self.used:  # a step that has never run is not one example's fault
+                    _check_whole(engine.name, layout.contributions - before, error)
                     return self._one_by_one(group, step, layout, clipper, total)
                 raise
             if engine.name not in self.used:
@@ -312,6 +326,20 @@ class StepRunner:
         for index in range(group.count):
             found += self._group(group.apart(index, index + 1), step.at(index), layout, clipper, total)
         return found
+
+
+def _check_whole(engine: str, contributions: int, error: Exception) -> None:
+    """
+    Raises:
+        UnsupportedSettingError: an engine failed when a part of its sum was with other ranks already: beginning anew
+            would add it twice.
+    """
+    if contributions:
+        raise UnsupportedSettingError(
+            f"engine={engine!r} gave up on examples after others of the same call had been added to sums that other "
+            "ranks hold in shards, so the call cannot be repeated: use engine='ghost' without chunk_size, which adds "
+            "all examples of a shape at once, and on_record_error='raise'"
+        ) from error
 
 
 def _shares(places: Sequence[int], traced: Sequence[Traced]) -> list[Sequence[int]]:
