@@ -27,9 +27,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_lap2 import _validate
+from lightning_lap2.accounting.release import Release
 
 MechanismName = Literal["laplace", "gaussian", "laplace_l1"]
 Norm = Literal["l1", "l2"]
@@ -164,12 +165,11 @@ class Mechanism:
         own = GRID_SHIFT * self.count_noise_scale / COUNT_SENSITIVITY
         return self.scale / self.count_noise_scale * (1 - 2**-20 - own)
 
-    def charge(self, *, sample_rate: float, dimension: int) -> dict[str, Any]:
-        """What :meth:`~lightning_lap2.accounting.MajorizedAccountant.step` is to be told of one such release; plain,
-        JSON-able values.
+    def release(self, *, sample_rate: float, dimension: int) -> Release:
+        """The event that one such release is to the accountant.
 
         Layers are named under Laplace noise only: under Gaussian noise the parts' squared norms add up to C^2 and cost
-        what the whole does. The charge does not depend on C, so it stays the same while C follows released values.
+        what the whole does. The event does not depend on C, so it stays the same while C follows released values.
 
         Args:
             sample_rate: q.
@@ -180,13 +180,12 @@ class Mechanism:
         """
         if self.layer_sizes and sum(self.layer_sizes) != dimension:
             raise ValueError(f"layer_sizes hold {sum(self.layer_sizes)} coordinates, the gradient {dimension}")
-        found: dict[str, Any] = {
-            "noise_multiplier": self.noise_multiplier,
-            "sample_rate": sample_rate,
-            "dimension": dimension,
-        }
-        if self.layer_sizes and self.distribution == "laplace":
-            found["layers"] = [[n, self.layer_share, count] for n, count in Counter(self.layer_sizes).items()]
-        if self.count_noise_scale is not None:
-            found["extra_blocks"] = [[1, self.count_noise_scale / COUNT_SENSITIVITY]]
-        return found
+        apart = Counter(self.layer_sizes) if self.distribution == "laplace" else {}
+        beside = [] if self.count_noise_scale is None else [(1, self.count_noise_scale / COUNT_SENSITIVITY)]
+        return Release(
+            self.noise_multiplier,
+            sample_rate,
+            dimension,
+            extra_blocks=beside,
+            layers=[(n, self.layer_share, count) for n, count in apart.items()],
+        )

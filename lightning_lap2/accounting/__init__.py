@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from lightning_lap2.accounting.accountant import MajorizedAccountant
+from lightning_lap2.accounting.budget import NoFiniteNoiseError
 from lightning_lap2.accounting.calibration import (
     ClipAndScale,
-    NoFiniteNoiseError,
     calibrate_noise_multiplier,
     optimize_clip_and_scale,
 )

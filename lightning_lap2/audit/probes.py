@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_lap2.audit.canaries import RAW_LENGTH, Directions
 from lightning_lap2.audit.scores import log_mixture, log_ratio
-from lightning_lap2.callback.probe import Probe, Release
+from lightning_lap2.callback.probe import Claim, Probe
 from lightning_lap2.gradients import StepCall
 from lightning_lap2.mechanism import Distribution, Norm
 from lightning_lap2.sampling import Part
@@ -44,15 +44,15 @@ class LeaveOut(Probe):
         self.included = included
         self.absent = frozenset(slot for slot, k in self.slots.items() if not included[k])
 
-    def begin(self, release: Release) -> None:
-        if not release.mechanism.noise_multiplier:
+    def begin(self, claim: Claim) -> None:
+        if not claim.mechanism.noise_multiplier:
             raise ValueError("noise_multiplier=0.0 claims an infinite epsilon: there is nothing to audit; give noise")
-        self.release = release
+        self.claim = claim
 
     def released(self, values: Tensor) -> None:
         self._releases += 1
         if self._tick is not None:
-            self._tick(self._releases, max(self.release.steps, self._releases))
+            self._tick(self._releases, max(self.claim.steps, self._releases))
 
 
 class GradientProbe(LeaveOut):
@@ -84,9 +84,9 @@ class GradientProbe(LeaveOut):
         super().__init__(slots, included, tick=tick)
         self.directions, self._reveal = directions, reveal
 
-    def begin(self, release: Release) -> None:
-        super().begin(release)
-        self._n, mechanism = release.layout.numel, release.mechanism
+    def begin(self, claim: Claim) -> None:
+        super().begin(claim)
+        self._n, mechanism = claim.layout.numel, claim.mechanism
         if self._n != self.directions.n:
             raise ValueError(
                 f"the module has {self._n} trainable scalars in the fit, {self.directions.n} when it was made: make "
@@ -116,27 +116,27 @@ class GradientProbe(LeaveOut):
         real = torch.tensor([k < 0 for k in canaries])
         if bool(real.any()):
             rows = torch.cat([g.detach()[real].reshape(int(real.sum()), -1).double().cpu() for g in gradients], dim=1)
-            mechanism = self.release.mechanism
+            mechanism = self.claim.mechanism
             self._others += clipped_sum(rows, mechanism.clip_norm, mechanism.norm)
         if bool(real.all()):
             return gradients
         revised = [g.clone() for g in gradients]
-        like = self.release.layout.zeros()
+        like = self.claim.layout.zeros()
         for row, k in enumerate(canaries):
             if k >= 0:
-                raw = RAW_LENGTH * self.release.mechanism.max_grad_norm * self.directions.flat(k, like)
-                for g, part in zip(revised, self.release.layout.views(raw), strict=True):
+                raw = RAW_LENGTH * self.claim.mechanism.max_grad_norm * self.directions.flat(k, like)
+                for g, part in zip(revised, self.claim.layout.views(raw), strict=True):
                     g[row] = part.to(g)
                 self._times[k] += 1
         return revised
 
     def released(self, values: Tensor) -> None:
         """Adds the release to every canary's score."""
-        y = values.detach().double().cpu().numpy() * self.release.normaliser - self._others.numpy()
+        y = values.detach().double().cpu().numpy() * self.claim.normaliser - self._others.numpy()
         views = self._views_revealed(y) if self._reveal else self._views(y)
         ratio = np.concatenate([log_ratio(seen, shift, distribution) for seen, shift, distribution in views])
         along = np.concatenate([(seen * shift).sum(-1) for seen, shift, _ in views])
-        q = self.release.sample_rate
+        q = self.claim.sample_rate
         # without sampling the order of the data is known to the attacker, and with it the release of each record
         gained = log_mixture(ratio, q) if q < 1 else np.where(self._scheduled, ratio, 0.0)
         self.scores += gained + TIE * along
@@ -145,8 +145,8 @@ class GradientProbe(LeaveOut):
 
     def _views_revealed(self, y: Array) -> list[View]:
         """What is seen of each canary by who knows all the others: noise, and this canary if it was drawn."""
-        c, b = self.release.mechanism.clip_norm, self._scale
-        distribution = self.release.mechanism.distribution
+        c, b = self.claim.mechanism.clip_norm, self._scale
+        distribution = self.claim.mechanism.distribution
         noise = y - self.directions.combine(c * self._times)
         places, spread = self.directions.coordinates, self.directions.spread
         times = self._times[:, None]
@@ -158,8 +158,8 @@ class GradientProbe(LeaveOut):
 
     def _views(self, y: Array) -> list[View]:
         """What is seen of each canary in the release alone."""
-        c, b = self.release.mechanism.clip_norm, self._scale
-        distribution = self.release.mechanism.distribution
+        c, b = self.claim.mechanism.clip_norm, self._scale
+        distribution = self.claim.mechanism.distribution
         places, spread = self.directions.coordinates, self.directions.spread
         std = b if distribution == "gaussian" else np.sqrt(2) * b
         lengths = np.linalg.norm(spread, axis=1)[:, None]  # below 1 where the norm is l1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_lap2.accounting import Release
 from lightning_lap2.callback.adaptive import AdaptiveThreshold
 from lightning_lap2.callback.data import DataFacts
 from lightning_lap2.callback.ledger import Ledger
@@ -64,7 +64,7 @@ class Releases:
         self._pass_charged = False
         self._specify(layout)
         self.spending = Spending(ledger, charges=charges)
-        self.spending.forecast_for(self.charge(layout.numel))
+        self.spending.forecast_for(self.event(layout.numel))
 
     # -- what a release is ----------------------------------------------------------------------------------------
 
@@ -73,9 +73,9 @@ class Releases:
         self.mechanism = specification(self.settings, self.facts, layout, self.threshold, self._multiplier)
         self.clipper = make_clipper(self.settings.clipping, self.mechanism, layout)
 
-    def charge(self, dimension: int) -> dict[str, Any]:
-        """What the accountant is told of the next release."""
-        return self.mechanism.charge(sample_rate=self.facts.sample_rate, dimension=dimension)
+    def event(self, dimension: int) -> Release:
+        """What the next release is to the accountant."""
+        return self.mechanism.release(sample_rate=self.facts.sample_rate, dimension=dimension)
 
     # -- gathering ------------------------------------------------------------------------------------------------
 
@@ -98,9 +98,9 @@ class Releases:
     def _dimension_changed(self, layout: ParameterLayout) -> None:
         """Freezing or unfreezing changes n: the rest of the budget is judged with the new one."""
         self._specify(layout)
-        charge = self.charge(layout.numel)
-        self.spending.limit(affordable_charges(self.settings, self.ledger.accountant, charge))
-        self.spending.forecast_for(charge)
+        event = self.event(layout.numel)
+        self.spending.limit(affordable_charges(self.settings, self.ledger.accountant, event))
+        self.spending.forecast_for(event)
 
     # -- releasing ------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Releases:
             for parameter in self._module.parameters():
                 parameter.grad = None
             return total is None
-        self.spending.charge(self.charge(layout.numel), accounted=accounted)
+        self.spending.charge(self.event(layout.numel), accounted=accounted)
         self._pass_charged = True
         release_(
             total,

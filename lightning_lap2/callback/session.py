@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from lightning_lap2.accounting import Release
 from lightning_lap2.batches import ExampleBatch
 from lightning_lap2.callback import marks, refusals
-from lightning_lap2.callback.adaptive import AdaptiveThreshold, dear_count
+from lightning_lap2.callback.adaptive import AdaptiveThreshold, expensive_count
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
 from lightning_lap2.callback.delivery import Delivery, find_examples
 from lightning_lap2.callback.feedback import FeedbackWatch
@@ -28,8 +29,8 @@ from lightning_lap2.callback.hooks import HookWatch
 from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import UNLINKED, Account, Ledger
 from lightning_lap2.callback.patches import Patches, muted_loggers, withheld_metrics, withhold_loss
-from lightning_lap2.callback.plan import Horizon, Plan, changes, horizon, make_plan, summary, terms_of
-from lightning_lap2.callback.probe import Probe, Release
+from lightning_lap2.callback.plan import Horizon, KeptPlan, Plan, changes, horizon, make_plan
+from lightning_lap2.callback.probe import Claim, Probe
 from lightning_lap2.callback.releases import Releases, by_pass, specification
 from lightning_lap2.callback.resume import NO_JOURNAL, Resumed, accept_untracked, settle
 from lightning_lap2.callback.settings import Settings
@@ -281,18 +282,17 @@ class FitSession:
         )
         if settings.clipping == "adaptive":
             self.threshold = AdaptiveThreshold(settings, self.ledger.clipping)
-        terms = self._planned_terms(layout)
         plan = make_plan(
             settings,
             self.ledger.accountant,
-            terms=terms,
+            release=self._planned_release(layout),
             charges=ahead.passes if by_pass(settings, facts) else ahead.steps,
             end=ahead.global_end,
             previous=self.ledger.plan,
         )
-        self._warn_of_a_poor_rest(self.ledger.plan.get("noise_multiplier"), plan)
-        if self.threshold is not None and (dear := dear_count(terms, plan.noise_multiplier)):
-            self._warn(dear)
+        self._warn_of_noisy_rest(plan)
+        if self.threshold is not None and (expensive := expensive_count(plan.release)):
+            self._warn(expensive)
         if plan.charges:
             specified = specification(settings, facts, layout, self.threshold, plan.noise_multiplier)
             for clip in (settings.max_grad_norm,) if self.threshold is None else self.threshold.ends:
@@ -327,7 +327,7 @@ class FitSession:
             probe=self._probe,
         )
         self.plan = plan  # from here on there is something to report
-        self._note_plan(summary(settings, terms, plan.end, plan.noise_multiplier))
+        self._note_plan(KeptPlan(settings.eps, plan.release, ahead.global_end))
         self.ledger.reproducible |= settings.noise_seed is not None
         self.planned_steps = self._steps_for(plan, ahead)
         self._cap(progress.global_step, ahead)
@@ -335,10 +335,10 @@ class FitSession:
             self._begin_audit(self._probe)
         self._on_plan(self)
 
-    def _note_plan(self, plan: dict[str, Any]) -> None:
+    def _note_plan(self, plan: KeptPlan) -> None:
         ledger = self.ledger
         resumed = self.resumed is not None or self.trainer.global_step > 0
-        if ledger.releases and (words := changes(ledger.plan, plan, resumed=resumed)):
+        if ledger.releases and ledger.plan is not None and (words := changes(ledger.plan, plan, resumed=resumed)):
             ledger.changes.append(f"from release {ledger.releases + 1} on: {words}")
         ledger.plan = plan
 
@@ -355,7 +355,7 @@ class FitSession:
             )
         self.ledger.add_caveat("an audit took part in this fit: records were left out or replaced by canaries")
         probe.begin(
-            Release(
+            Claim(
                 mechanism=self.releases.mechanism,
                 sample_rate=self.facts.sample_rate,
                 normaliser=self.facts.expected_batch_size,
@@ -364,8 +364,9 @@ class FitSession:
             )
         )
 
-    def _warn_of_a_poor_rest(self, before: float | None, plan: Plan) -> None:
+    def _warn_of_noisy_rest(self, plan: Plan) -> None:
         """Stretching what is left of a budget over more steps makes them noisy, which nobody would notice in time."""
+        before = None if self.ledger.plan is None else self.ledger.plan.release.noise_multiplier
         if self.settings.noise_multiplier is not None or not before or plan.exhausted or not plan.charges:
             return
         if plan.noise_multiplier > 2 * before:
@@ -385,29 +386,30 @@ class FitSession:
         """The parameters that are trained now."""
         return self.releases.window.layout
 
-    def _planned_terms(self, layout: ParameterLayout) -> dict[str, Any]:
-        """What each charge will say besides the noise multiplier. Where a finetuning callback may unfreeze parameters
-        later: that of all of them clipped as one vector, which under the tight bound never costs less than some of them
-        in any layers.
+    def _planned_release(self, layout: ParameterLayout) -> Release:
+        """What each step will release, with the given noise multiplier, or ``inf`` where it is to be calibrated. Where
+        a finetuning callback may unfreeze parameters later: that of all of them clipped as one vector, which under the
+        tight bound never costs less than some of them in any layers.
 
         Raises:
             UnsupportedSettingError: layers that may be unfrozen, under another bound.
         """
         assert self.facts is not None
         given = self.settings.noise_multiplier
-        specified = specification(self.settings, self.facts, layout, self.threshold, 1.0 if given is None else given)
-        charge = specified.charge(sample_rate=self.facts.sample_rate, dimension=layout.numel)
+        specified = specification(
+            self.settings, self.facts, layout, self.threshold, math.inf if given is None else given
+        )
+        release = specified.release(sample_rate=self.facts.sample_rate, dimension=layout.numel)
         finetuning = self.pl.callbacks.BaseFinetuning
-        if any(isinstance(callback, finetuning) for callback in self.trainer.callbacks):
-            if "layers" in charge and self.settings.bound != "tight":
-                raise UnsupportedSettingError(
-                    f"bound={self.settings.bound!r} with clipping='per_layer' and a finetuning callback: layers can "
-                    "cost more than one vector under this bound, so what is frozen now cannot be planned for; use "
-                    "bound='tight', or clipping='flat'"
-                )
-            charge["dimension"] = sum(p.numel() for p in self.module.parameters())
-            charge.pop("layers", None)
-        return terms_of(charge)
+        if not any(isinstance(callback, finetuning) for callback in self.trainer.callbacks):
+            return release
+        if release.layers and self.settings.bound != "tight":
+            raise UnsupportedSettingError(
+                f"bound={self.settings.bound!r} with clipping='per_layer' and a finetuning callback: layers can "
+                "cost more than one vector under this bound, so what is frozen now cannot be planned for; use "
+                "bound='tight', or clipping='flat'"
+            )
+        return replace(release, dimension=sum(p.numel() for p in self.module.parameters()), layers=())
 
     def _steps_for(self, plan: Plan, ahead: Horizon) -> float:
         assert self.facts is not None

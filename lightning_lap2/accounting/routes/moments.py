@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaln
 
-from lightning_lap2.accounting.release import Release, check_pair, make_release, warn_if_unsound
+from lightning_lap2.accounting.release import Release, check_pair, warn_if_unsound
 from lightning_lap2.accounting.routes.kernel import log_kernel, majorant_nodes
 
 Array = npt.NDArray[np.float64]
@@ -313,7 +313,7 @@ def log_moments(
     Source: Lap2 (arXiv 2602.23516) Theorem III.2 for the kernel; docs/guarantee.md for the bounds.
     """
     mechanism, bound = check_pair(mechanism, bound)
-    release = make_release(noise_multiplier, sample_rate, dimension)
+    release = Release(noise_multiplier, sample_rate, dimension)
     wanted = _check_orders(orders, integer=0.0 < release.sample_rate < 1.0)
     warn_if_unsound(bound)
     if release.is_free:
