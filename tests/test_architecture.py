@@ -24,6 +24,7 @@ ARROWS: dict[str, set[str]] = {
     "gradients": {"batches", "mechanism"},
     "figures": {"accounting", "mechanism"},
     "finished": {"report"},
+    "cli": {"accounting", "report", "figures", "finished"},  # what trains is imported by the command that is called
     "callback": {"accounting", "mechanism", "report", "noise", "batches", "sampling", "gradients"},
 }
 
