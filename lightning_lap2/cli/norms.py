@@ -6,6 +6,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_lap2.choices import NORMS
 from lightning_lap2.cli.options import spellings
 from lightning_lap2.cli.parsing import Result, Subcommand
 from lightning_lap2.cli.text import markdown, number
@@ -34,7 +35,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         "--split", choices=["train", "val", "test"], default="train", help="which dataloader of it (default: train)"
     )
     parser.add_argument("--engine", choices=["vmap", "ghost", "loop"], default="vmap", help="as in the callback")
-    parser.add_argument("--norm", choices=["l2", "l1"], default="l2", help="l1 only for mechanism laplace_l1")
+    parser.add_argument("--norm", choices=NORMS, default="l2", help="l1 only for mechanism laplace_l1")
     parser.add_argument(
         *spellings("max-examples"), type=int | None, default=None, help="stop after so many (default: all)"
     )
