@@ -187,8 +187,8 @@ class Mechanism:
         """What :meth:`~lightning_lap2.accounting.MajorizedAccountant.step` is to be told of one such release; plain,
         JSON-able values.
 
-        Layers are named where they cost (:attr:`~lightning_lap2.accounting.Family.layers_cost`): under Gaussian noise the parts' squared norms add
-        up to C^2 and cost what the whole does. The charge does not depend on C, so it stays the same while C follows
+        Layers are named where they cost (``Family.layers_cost``): under Gaussian noise the parts' squared norms add up
+        to C^2 and cost what the whole does. The charge does not depend on C, so it stays the same while C follows
         released values.
 
         Args:
