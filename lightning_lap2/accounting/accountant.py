@@ -30,8 +30,8 @@ class MajorizedAccountant:
             Gaussian steps through two classes of test functions, domination by Gaussian steps), ``"joint"`` (the
             paper's majorization set with one coin; looser) or ``"published"`` (Theorem III.7 as printed, which is
             not a valid bound: it warns).
-        mechanism: ``"laplace"`` (l2 clipping), ``"gaussian"`` (l2 clipping) or ``"laplace_l1"`` (l1 clipping);
-            the last two with ``bound="tight"`` only.
+        mechanism: ``"laplace"`` (l2 clipping), ``"gaussian"`` (l2 clipping), ``"laplace_l1"`` (l1 clipping) or a
+            registered one (:func:`register_mechanism`); all but the first with ``bound="tight"`` only.
 
     Attributes:
         bound, mechanism: as given.

@@ -10,9 +10,9 @@ from typing import Any
 
 from lightning_lap2 import _validate
 from lightning_lap2.accounting import _check
+from lightning_lap2.accounting.family import family_of
+from lightning_lap2.choices import BOUNDS, Bound
 
-BOUNDS = ("tight", "joint", "published")
-MECHANISMS = ("laplace", "gaussian", "laplace_l1")
 _LEAST = 5e-324
 
 
@@ -20,7 +20,7 @@ class UnsoundBoundWarning(UserWarning):
     """The bound asked for reproduces a published formula that does not bound the privacy loss."""
 
 
-def check_pair(mechanism: object, bound: object) -> tuple[str, str]:
+def check_pair(mechanism: object, bound: object) -> tuple[str, Bound]:
     """Return the (mechanism, bound) pair if it is supported, else raise.
 
     Raises:
@@ -28,11 +28,11 @@ def check_pair(mechanism: object, bound: object) -> tuple[str, str]:
         ValueError: where either is unknown, or the two do not go together: ``"joint"`` and ``"published"``
             are statements about Laplace noise with l2 clipping only.
     """
-    name = _validate.choice("mechanism", mechanism, MECHANISMS)
-    kind = _validate.choice("bound", bound, BOUNDS)
-    if name != "laplace" and kind != "tight":
-        raise ValueError(f"bound must be 'tight' where mechanism={name!r}, got {kind!r}")
-    return name, kind
+    family, kind = family_of(mechanism), _validate.choice("bound", bound, BOUNDS)
+    if kind not in family.bounds:
+        legal = " or ".join(map(repr, family.bounds))
+        raise ValueError(f"bound must be {legal} where mechanism={family.name!r}, got {kind!r}")
+    return family.name, kind
 
 
 def warn_if_unsound(bound: str, stacklevel: int = 3) -> None:

@@ -31,8 +31,8 @@ from lightning_lap2.audit.bench import QUIET, Training, quiet
 from lightning_lap2.audit.replay_result import Neighbour, ReplayResult
 from lightning_lap2.batches.generators import seeded_generators
 from lightning_lap2.callback.probe import Claim, Probe
+from lightning_lap2.choices import Norm, order
 from lightning_lap2.gradients import StepCall
-from lightning_lap2.mechanism import Norm
 from lightning_lap2.noise.grid import spacing
 from lightning_lap2.sampling import Part, rebuild_loader
 from lightning_lap2.sampling.units import bound_to
@@ -250,7 +250,7 @@ def _first_release(run: _Run) -> int:
 
 
 def _length(values: Tensor, norm: Norm) -> float:
-    return float(torch.linalg.vector_norm(values, 1 if norm == "l1" else 2))
+    return float(torch.linalg.vector_norm(values, order(norm)))
 
 
 # -- random numbers of the training's own -----------------------------------------------------------------------------

@@ -26,6 +26,15 @@ from lightning_lap2.callback.resume import Resumed, find_ledger
 from lightning_lap2.callback.session import FitSession
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.callback.stepvalue import StepValue
+from lightning_lap2.choices import (
+    Bound,
+    ClippingName,
+    EngineName,
+    MechanismName,
+    NoiseSourceName,
+    OnRecordError,
+    Sampling,
+)
 from lightning_lap2.report import PrivacyReport, write_report
 
 # ``None`` until fit has started.
@@ -44,21 +53,21 @@ class Lap2Core:
         delta: float = 1e-5,
         max_grad_norm: float = 1.0,
         noise_multiplier: float | None = None,
-        mechanism: Literal["laplace", "gaussian", "laplace_l1"] = "laplace",
-        bound: Literal["tight", "joint", "published"] = "tight",
-        sampling: Literal["poisson", "none"] = "poisson",
-        clipping: Literal["flat", "automatic", "per_layer", "adaptive"] = "flat",
-        engine: Literal["auto", "ghost", "vmap", "loop"] = "auto",
+        mechanism: MechanismName | str = "laplace",
+        bound: Bound = "tight",
+        sampling: Sampling = "poisson",
+        clipping: ClippingName | str = "flat",
+        engine: EngineName = "auto",
         chunk_size: int | None = None,
         augmentations: int = 1,
-        noise_source: Literal["auto", "aes", "torch"] = "auto",
+        noise_source: NoiseSourceName = "auto",
         noise_seed: int | None = None,
         assume_nothing_spent: bool = False,
         allow_feedback: bool = False,
         target_quantile: float | None = None,
         clip_learning_rate: float | None = None,
         count_noise_scale: float | None = None,
-        on_record_error: Literal["raise", "zero"] = "raise",
+        on_record_error: OnRecordError = "raise",
         unit: str | Callable[[Any], Any] | None = None,
         records_per_unit: int | None = None,
         public_state: Sequence[str] = (),

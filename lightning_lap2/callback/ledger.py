@@ -20,6 +20,7 @@ from lightning_lap2.callback.branches import Found, search
 from lightning_lap2.callback.journal import Charge, Journal, Origin
 from lightning_lap2.callback.plan import KeptPlan
 from lightning_lap2.callback.settings import Settings
+from lightning_lap2.choices import SAMPLINGS
 
 STATE_VERSION = 3
 _NEW_IN_3: dict[str, Any] = {"unprotected": [], "runs": {}, "elsewhere": 0, "changes": [], "logged": {}}
@@ -263,7 +264,7 @@ class Ledger:
             accountant = MajorizedAccountant.from_state_dict(state["accountant"])
             releases = _validate.integer("releases", state["releases"], minimum=0)
             delta = _validate.open_unit("delta", state["delta"])
-            sampling = _validate.choice("sampling", state["sampling"], ("poisson", "none"))
+            sampling = _validate.choice("sampling", state["sampling"], SAMPLINGS)
             unit = None if state["unit"] is None else _text("unit", state["unit"])
             reproducible = _validate.boolean("reproducible", state["reproducible"])
             caveats, changes = _texts("caveats", state["caveats"]), _texts("changes", state["changes"])

@@ -6,6 +6,7 @@ import platform
 from importlib import metadata
 from typing import Any
 
+from lightning_lap2._registry import trusted
 from lightning_lap2._version import __version__
 from lightning_lap2.callback.adaptive import current_threshold
 from lightning_lap2.callback.ledger import Ledger
@@ -110,6 +111,11 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
         found.append(
             f"public_state={list(settings.public_state)!r}: vouched for by whoever trained, not checked to be free "
             "of records"
+        )
+    if added := trusted():
+        found.append(
+            f"Registered in the process that trained, and believed like code of lightning-lap2: {', '.join(added)}. "
+            "What was stated of them is not proven here."
         )
     found += ledger.caveats
     if ledger.elsewhere:

@@ -122,7 +122,7 @@ def release_(
         _by_slice(total, world_size, _reduce)
     if scale > 0 and stop > start:
         factor = last_factor if stop == n else 1.0
-        noise.add_(total[start:stop], scale, distribution, release=release, last_factor=factor)  # type: ignore[arg-type]
+        noise.add_(total[start:stop], scale, distribution, release=release, last_factor=factor)
     if world_size > 1:
         _by_slice(total, world_size, _broadcast)
     total.div_(normaliser)
