@@ -20,6 +20,7 @@ from lightning_lap2.callback.plan import Horizon, KeptPlan, Plan, changes, horiz
 from lightning_lap2.callback.releases import specification
 from lightning_lap2.callback.resume import Resumed, accept_untracked, settle
 from lightning_lap2.callback.run import Fit, Run, charged_by_pass
+from lightning_lap2.callback.trainer.limits import cap_steps
 from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.gradients import ParameterLayout
 from lightning_lap2.noise import NoiseSource, make_noise_source
@@ -198,10 +199,9 @@ class Preparing:
 
     def _cap(self, run: Run, ahead: Horizon) -> None:
         """The Trainer's own last step becomes the last affordable one, whatever its minima say."""
-        fit, loop = self.fit, self.fit.trainer.fit_loop
+        fit = self.fit
         if run.planned_steps < ahead.steps:
-            last = self._progress.global_step + int(run.planned_steps)
-            fit.patches.shadow(loop.epoch_loop, "max_steps", last)
+            cap_steps(fit.patches, fit.trainer, self._progress.global_step + int(run.planned_steps))
         if run.plan.exhausted:
             fit.warn(
                 f"the privacy budget eps={fit.settings.eps:g} at delta={fit.settings.delta:g} is already spent "

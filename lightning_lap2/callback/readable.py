@@ -15,7 +15,7 @@ from lightning_lap2.callback.probe import Probe
 from lightning_lap2.callback.reporting import make_report
 from lightning_lap2.callback.session import FitSession
 from lightning_lap2.callback.settings import Settings
-from lightning_lap2.callback.stepvalue import StepValue
+from lightning_lap2.callback.stepvalue import EPSILON, THRESHOLD, StepValue
 from lightning_lap2.report import PrivacyReport
 
 
@@ -79,8 +79,8 @@ class Readable:
         self._session: FitSession | None = None
         self._directory: Path | None = None
         self._probe: Probe | None = None
-        self._logged = StepValue("privacy/epsilon", prog_bar=True)
-        self._logged_threshold = StepValue("privacy/max_grad_norm")
+        self._logged = StepValue(EPSILON, prog_bar=True)
+        self._logged_threshold = StepValue(THRESHOLD)
 
     @property
     def state_key(self) -> str:

@@ -7,7 +7,6 @@ One batch: ``TrainingData`` drew it -> ``Engine.accumulate`` adds its clipped pe
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -25,6 +24,8 @@ from lightning_lap2.callback.preparing import training_data
 from lightning_lap2.callback.probe import Claim
 from lightning_lap2.callback.releases import Releases
 from lightning_lap2.callback.run import Run
+from lightning_lap2.callback.trainer.batches import step_arguments
+from lightning_lap2.callback.trainer.limits import DeferredStop, stop
 from lightning_lap2.callback.trainer.shadows import shadow_steps
 from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.gradients import ParameterLayout, StepCall, StepRunner
@@ -67,7 +68,7 @@ class FitSession:
         self._failed: Exception | None = None
         self._hooks: HookWatch | None = None
         self._feedback: FeedbackWatch | None = None
-        self._stop_after_draw = False
+        self._stop = DeferredStop(fit.trainer)
         self._lost_warned = False
         shadow_steps(fit.patches, fit.trainer, fit.module, self)
 
@@ -176,8 +177,7 @@ class FitSession:
             return Trial(("the step was not tried before training: a stream has no records to look at twice",))
         examples, plain = found
         examples = self.delivery.moved(examples)
-        arguments = self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), examples, 0)
-        call = self._call(tuple(arguments.values()), examples.count - len(examples.lost))
+        call = self._call(step_arguments(self._trainer, examples), examples.count - len(examples.lost))
         with muted_loggers(self._trainer, self.run.fit.pl), self._user_code():
             if plain is not None:
                 plain = (self.delivery.plain(plain), *call.args[1:])
@@ -241,9 +241,6 @@ class FitSession:
     def after_advance(self) -> None:
         """Every draw that was fetched must be on its way to a release.
 
-        A stop that was asked for in the midst of a draw waits until the draw is released: how many releases there are
-        is a matter of whole draws.
-
         Raises:
             UnsupportedSettingError: all parts of a draw went through the step, and the optimizer did not step.
             Exception: what the engine raised, and the user's code swallowed.
@@ -253,10 +250,7 @@ class FitSession:
             raise self._failed
         if self.releases.window.complete:
             raise UnsupportedSettingError(NEVER_RELEASED)
-        if not self.releases.window.empty and self._trainer.should_stop:
-            self._stop_after_draw, self._trainer.should_stop = True, False
-        elif self.releases.window.empty and self._stop_after_draw:
-            self._stop_after_draw, self._trainer.should_stop = False, True
+        self._stop.look(midst=not self.releases.window.empty)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -348,11 +342,5 @@ class FitSession:
         if self._hooks is not None:
             self._hooks.released(p.grad for p in self.layout.parameters if p.grad is not None)
         if not going_on:
-            self._stop()
-
-    def _stop(self) -> None:
-        """Last guard: reached only where the cap on steps did not bite (parameters were unfrozen meanwhile)."""
-        loop, patches = self._trainer.fit_loop, self.run.fit.patches
-        patches.shadow(loop, "min_epochs", 0)
-        patches.shadow(loop.epoch_loop, "min_steps", None)
-        self._trainer.should_stop = True
+            # last guard: reached only where the cap on steps did not bite (parameters were unfrozen meanwhile)
+            stop(self.run.fit.patches, self._trainer)

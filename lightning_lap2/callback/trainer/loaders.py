@@ -1,4 +1,4 @@
-"""The train loaders that a Trainer has set up."""
+"""What a Trainer has set up: its train loaders, and how it starts its processes."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def check_loaders(trainer: Any, batches_per_epoch: float) -> None:
         raise RuntimeError(
             f"Lightning plans {loop.max_batches} batches per epoch, the sampler {batches_per_epoch}; please report this"
         )
+
+
+def start_method(strategy: Any) -> str:
+    """How processes of a job come about: ``"popen"`` from the script, others as copies of this process."""
+    return getattr(strategy, "_start_method", "popen")
