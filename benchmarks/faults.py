@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from lightning_lap2.accounting import Release
-from lightning_lap2.callback import releases, session
+from lightning_lap2.callback import preparing, releases
 from lightning_lap2.callback.releases import Releases
 from lightning_lap2.gradients import vmap
 from lightning_lap2.sampling import PoissonBatchSampler
@@ -35,7 +35,7 @@ def half_noise() -> Iterator[None]:
 @contextmanager
 def bare_layer() -> Iterator[None]:
     """No noise on the first parameter tensor of the module."""
-    release, layouts = releases.release_, session.ParameterLayout
+    release, layouts = releases.release_, preparing.ParameterLayout
     sizes: list[int] = []
 
     def layout(module: Any) -> Any:
@@ -53,7 +53,7 @@ def bare_layer() -> Iterator[None]:
     def partial(total: Any, *, noise: Any, **options: Any) -> None:
         release(total, noise=Skipping(noise), **options)
 
-    with mock.patch.object(releases, "release_", partial), mock.patch.object(session, "ParameterLayout", layout):
+    with mock.patch.object(releases, "release_", partial), mock.patch.object(preparing, "ParameterLayout", layout):
         yield
 
 

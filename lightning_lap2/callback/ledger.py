@@ -9,9 +9,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_lap2 import _validate
 from lightning_lap2.accounting import MajorizedAccountant, Release
@@ -21,6 +21,9 @@ from lightning_lap2.callback.journal import Charge, Journal, Origin
 from lightning_lap2.callback.plan import KeptPlan
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.choices import SAMPLINGS
+
+if TYPE_CHECKING:
+    from lightning_lap2.callback.reporting import RunFacts
 
 STATE_VERSION = 3
 _NEW_IN_3: dict[str, Any] = {"unprotected": [], "runs": {}, "elsewhere": 0, "changes": [], "logged": {}}
@@ -49,7 +52,7 @@ class Account:
     callbacks they are given, and whoever holds the original wants to know what the copy has spent."""
 
     ledger: Ledger
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: RunFacts | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Account:
         return self
