@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lightning_lap2.callback.trainer.loaders import start_method
 from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.gradients.physical import held_here
 from lightning_lap2.mechanism import Mechanism
@@ -77,7 +78,7 @@ def _check_strategy(strategy: Any, pl: ModuleType) -> None:
             "model on every device), a single device, or for a model larger than one device "
             "ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1) with fully_shard in configure_model"
         )
-    method = getattr(strategy, "_start_method", "popen")
+    method = start_method(strategy)
     if method != "popen":
         raise UnsupportedSettingError(
             f"strategy 'ddp_{method}' starts processes whose privacy ledger would be lost when they end; use "

@@ -6,19 +6,16 @@ The un-noised sum lives here and nowhere else. It is never in ``.grad``, where o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_lap2.callback.ranks import Ranks
 from lightning_lap2.gradients import ParameterLayout
 from lightning_lap2.noise import NoiseSource
 from lightning_lap2.sampling import Part
 
-# Elements in flight between ranks: 64 MiB of fp32, large enough to fill the links, small enough for a staging buffer.
-BUCKET = 16 * 2**20
+_ALONE = Ranks()
 
 
 class Window:
@@ -95,14 +92,12 @@ def release_(
     normaliser: float,
     release: int,
     last_factor: float = 1.0,
-    rank: int = 0,
-    world_size: int = 1,
-    shards: Shards | None = None,
+    ranks: Ranks = _ALONE,
 ) -> None:
     """Turns rank-local clipped sums into the noised mean, in place: ``(sum over ranks + noise) / normaliser``.
 
     First the sums are added up, each slice of the flat vector on the rank that it belongs to. That rank adds noise to
-    its slice and rounds to the grid, once and for the whole job; then it tells all others. So noise costs 1/world_size,
+    its slice and rounds to the grid, once and for the whole job; then it tells all others. So noise costs 1/ranks,
     and what has its noise is never added to anything again, which would round it by what the records are. (Noise for
     each rank's own sum would not do either: a sum of Laplace draws is not Laplace.)
 
@@ -110,92 +105,34 @@ def release_(
     noised here and stay here; where other ranks hold the same shards, one of them noises and tells the others.
 
     Args:
-        total: flat ``[n]``, fp32 or fp64, contiguous; a count behind the gradient is a coordinate like the others.
+        total: flat ``[held]``, fp32 or fp64, contiguous; a count behind the gradient is a coordinate like the others.
         scale: b of the Laplace or sigma of the Gaussian noise on the sum. 0: neither noise nor rounding.
         normaliser: the public expected batch size, never the number drawn.
         release: number of this release; keys seeded noise.
         last_factor: what the last coordinate's sum is multiplied by before its noise, for a count.
-        shards: what of ``total`` is shards.
+        ranks: of the job.
 
     Raises:
         ValueError: a scale that is NaN, infinite or negative, under which the sum would go out without noise.
     """
     if not math.isfinite(scale) or scale < 0:
         raise ValueError(f"noise scale must be finite and not negative, got {scale!r}: nothing is released")
-    shards = shards or Shards(0)
-    whole = total[shards.size :]
-    n = whole.numel()
-    start, stop = _bounds(n, rank, world_size)
-    if world_size > 1:
-        _by_slice(whole, world_size, _reduce)
-    parts = [total[: shards.size] if shards.first else total[:0], whole[start:stop]]
-    factor = last_factor if stop == n else 1.0
-    _add_noise(parts, noise, scale, distribution, release, factor)
-    if world_size > 1:
-        _by_slice(whole, world_size, _broadcast)
-    shards.tell(total)
+    ranks.sum_(total)
+    factor = last_factor if ranks.owns_last(total) else 1.0
+    _add_noise(ranks.own(total), noise, scale, distribution, release, factor)
+    ranks.share_(total)
     total.div_(normaliser)
 
 
-@dataclass(frozen=True)
-class Shards:
-    """The first ``size`` entries of a flat sum, which are this rank's part of sharded parameters.
-
-    Attributes:
-        replicas: process group of the ranks that hold the same part; ``None`` where no two do.
-    """
-
-    size: int
-    replicas: torch.distributed.ProcessGroup | None = None
-
-    @property
-    def first(self) -> bool:
-        """Whether this rank noises them."""
-        return self.replicas is None or torch.distributed.get_rank(self.replicas) == 0
-
-    def tell(self, total: Tensor) -> None:
-        """The other replicas get what the first one has noised."""
-        if self.replicas is not None:
-            torch.distributed.broadcast(total[: self.size], group=self.replicas, group_src=0)
-
-
 def _add_noise(
-    parts: list[Tensor], noise: NoiseSource, scale: float, distribution: str, release: int, last_factor: float
+    own: list[Tensor], noise: NoiseSource, scale: float, distribution: str, release: int, last_factor: float
 ) -> None:
-    """Noise for this rank's coordinates, in one call: a source is asked once for each release."""
-    parts = [part for part in parts if part.numel()]
-    if not scale or not parts:
+    """Noise for the coordinates of this rank, in one call: a source's random numbers are of a release, and two calls
+    would have the same."""
+    if not scale or not own:
         return
-    own = parts[0] if len(parts) == 1 else torch.cat(parts)
-    noise.add_(own, scale, distribution, release=release, last_factor=last_factor)  # type: ignore[arg-type]
-    if len(parts) > 1:
-        for part, noised in zip(parts, own.split([part.numel() for part in parts]), strict=True):
+    together = own[0] if len(own) == 1 else torch.cat(own)
+    noise.add_(together, scale, distribution, release=release, last_factor=last_factor)
+    if len(own) > 1:
+        for part, noised in zip(own, together.split([part.numel() for part in own]), strict=True):
             part.copy_(noised)
-
-
-def _bounds(n: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The slice of ``n`` coordinates that a rank noises; slices differ in length by at most one."""
-    return n * rank // world_size, n * (rank + 1) // world_size
-
-
-def _by_slice(total: Tensor, world_size: int, move: Callable[[Tensor, int], Any]) -> None:
-    """Starts ``move(part, owner)`` for the slices of all ranks at once, a bucket of each, and waits; bucket by bucket.
-
-    Reduce and broadcast rather than reduce-scatter and all-gather, which take equal slices only and which gloo runs at
-    a quarter of the speed.
-    """
-    bounds = [_bounds(total.numel(), owner, world_size) for owner in range(world_size)]
-    bucket = max(1, BUCKET // world_size)
-    for first in range(0, max(stop - start for start, stop in bounds), bucket):
-        parts = [total[start + first : min(start + first + bucket, stop)] for start, stop in bounds]
-        works = [move(part, owner) for owner, part in enumerate(parts) if part.numel()]
-        for work in works:
-            work.wait()
-
-
-def _reduce(part: Tensor, owner: int) -> Any:
-    return torch.distributed.reduce(part, owner, op=torch.distributed.ReduceOp.SUM, async_op=True)
-
-
-def _broadcast(part: Tensor, owner: int) -> Any:
-    return torch.distributed.broadcast(part, owner, async_op=True)

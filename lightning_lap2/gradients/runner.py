@@ -224,9 +224,7 @@ class StepRunner:
         try:
             with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
                 for group, places in zip(batch.groups, batch.order, strict=True):
-                    step = UserStep(
-                        self.module, call, places, self._recorder, guard, self._forward, entropy, layout
-                    )
+                    step = UserStep(self.module, call, places, self._recorder, guard, self._forward, entropy, layout)
                     with batch_dimension_kept(group.rows_each):
                         traced += self._group(group, step, layout, clipper, total if call.count else None)
         except BaseException:

@@ -372,7 +372,9 @@ class ShardedLayout(ParameterLayout):
         parameter: Any = self.parameters[number]
         if whole is None:
             whole = torch.zeros(parameter.shape, dtype=self.dtype, device=self.device)
-        partial = DTensor.from_local(whole, parameter.device_mesh, [Partial()] * parameter.device_mesh.ndim, run_check=False)
+        partial = DTensor.from_local(
+            whole, parameter.device_mesh, [Partial()] * parameter.device_mesh.ndim, run_check=False
+        )
         return _REDISTRIBUTE(partial, placements=parameter.placements)._local_tensor  # type: ignore[no-any-return]
 
 

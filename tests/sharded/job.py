@@ -286,12 +286,18 @@ def checkpoints(ranks: Ranks) -> Result:
         # as a whole file into DDP, and from there back into shards
         callback, module = Lap2Privacy(**RESUMABLE), Sharded(trained, **ADAM)
         fit = quiet_trainer(pl, callback, strategy="ddp", devices=ranks.number, max_epochs=2)
-        found[f"{trained} into ddp"] = go_on(ranks, fit, module, callback, ckpt_path=ranks.output / f"{trained}-True.ckpt")
+        found[f"{trained} into ddp"] = go_on(
+            ranks, fit, module, callback, ckpt_path=ranks.output / f"{trained}-True.ckpt"
+        )
         fit.save_checkpoint(ranks.output / f"{trained}-ddp.ckpt")
         fit.strategy.barrier()
         callback, module = Lap2Privacy(**RESUMABLE), Sharded(trained, **ADAM)
         found[f"{trained} from ddp"] = go_on(
-            ranks, trainer(ranks, callback, max_epochs=3), module, callback, ckpt_path=ranks.output / f"{trained}-ddp.ckpt"
+            ranks,
+            trainer(ranks, callback, max_epochs=3),
+            module,
+            callback,
+            ckpt_path=ranks.output / f"{trained}-ddp.ckpt",
         )
     return found
 

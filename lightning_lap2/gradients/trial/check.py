@@ -169,9 +169,7 @@ def _gradient(
         leaves = layout.leaves()
         found = torch.autograd.grad(loss, leaves, allow_unused=True)
     dense = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
-    return layout.flatten(
-        [torch.zeros_like(p) if g is None else g for g, p in zip(dense, leaves, strict=True)]
-    )
+    return layout.flatten([torch.zeros_like(p) if g is None else g for g, p in zip(dense, leaves, strict=True)])
 
 
 def _near(a: Tensor, b: Tensor, distance: float) -> bool:
