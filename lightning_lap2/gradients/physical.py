@@ -90,6 +90,15 @@ def held_here(tensor: Tensor) -> Tensor:
     return local
 
 
+def replicas_of(tensor: Tensor) -> torch.distributed.ProcessGroup | None:
+    """The process group of the ranks that hold the same as this one: of a tensor that every rank has whole all of them,
+    of a shard its replicas; ``None`` where no two do."""
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return torch.distributed.group.WORLD
+    return mesh.get_group(0) if mesh.ndim > 1 else None
+
+
 def recorded(tensor: Tensor) -> Tensor | None:
     """The layer of a tensor that an autograd graph is recorded of: under ``vmap`` the physical tensor, under ``grad``
     inside it the wrapper. ``None`` where no gradient will come."""

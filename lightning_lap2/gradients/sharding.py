@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_lap2.errors import UnsupportedModelError, UnsupportedSettingError
 from lightning_lap2.gradients.exchange import Exchange
 from lightning_lap2.gradients.parameters import ParameterLayout
-from lightning_lap2.gradients.physical import functorch_left, recorded, replaced
+from lightning_lap2.gradients.physical import functorch_left, recorded, replaced, replicas_of
 
 
 class Sharding:
@@ -159,7 +159,7 @@ class Sharding:
         if not self._groups[number].is_unsharded:
             self.exchange.request(number)
         self._kept.add(number)
-        return p._unsharded_param  # type: ignore[no-any-return]
+        return p._unsharded_param
 
     def hold(self) -> None:
         """From here to the end of the pass no weights are freed."""
@@ -288,14 +288,13 @@ class ShardedLayout(ParameterLayout):
         Raises:
             UnsupportedSettingError: some parameters are replicated and others not.
         """
-        meshes = {p.device_mesh for p in self.parameters if isinstance(p, DTensor)}
-        if len(meshes) > 1:
+        sharded: list[Any] = [self.parameters[k] for k in self._shards]
+        if len(meshes := {p.device_mesh for p in sharded}) > 1:
             raise UnsupportedSettingError(
                 f"trainable parameters are sharded over {len(meshes)} different device meshes; give fully_shard one "
                 "mesh for all layers that train"
             )
-        mesh = next(iter(meshes), None)
-        return None if mesh is None or mesh.ndim == 1 else mesh.get_group(0)
+        return replicas_of(sharded[0]) if sharded else None
 
     @property
     def contributions(self) -> int:  # type: ignore[override]
@@ -375,7 +374,7 @@ class ShardedLayout(ParameterLayout):
         partial = DTensor.from_local(
             whole, parameter.device_mesh, [Partial()] * parameter.device_mesh.ndim, run_check=False
         )
-        return _REDISTRIBUTE(partial, placements=parameter.placements)._local_tensor  # type: ignore[no-any-return]
+        return _REDISTRIBUTE(partial, placements=parameter.placements)._local_tensor
 
 
 _REDISTRIBUTE = DTensor.redistribute
@@ -385,7 +384,7 @@ def _groups_of(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.11
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return groups  # type: ignore[no-any-return]
+    return groups
 
 
 def _places(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
