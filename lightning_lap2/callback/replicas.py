@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lap2.callback.marks import fingerprint
 from lightning_lap2.errors import UnsupportedSettingError

@@ -91,6 +91,8 @@ def _gradients(loss: Tensor, layout: ParameterLayout) -> list[Tensor]:
             ) from error
         raise
     return [
-        p.new_zeros(1, *p.shape) if g is None else (g.to_dense() if g.is_sparse else g)[None]
+        torch.zeros(1, *p.shape, dtype=p.dtype, device=layout.device)
+        if g is None
+        else (g.to_dense() if g.is_sparse else g)[None]
         for g, p in zip(found, leaves, strict=True)
     ]

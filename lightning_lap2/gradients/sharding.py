@@ -356,8 +356,8 @@ class ShardedLayout(ParameterLayout):
 
     @contextmanager
     def summand(self, views: Sequence[Tensor], number: int) -> Iterator[Tensor]:
-        """See :meth:`ParameterLayout.summand`. A sharded parameter's is whole inside; then all ranks' are added up, each
-        shard on the rank that it belongs to."""
+        """See :meth:`ParameterLayout.summand`. A sharded parameter's is whole inside; then all ranks' are added up,
+        each shard on the rank that it belongs to."""
         if number not in self._shards:
             yield views[number]
             return

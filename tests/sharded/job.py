@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_lap2.noise.grid import spacing
 from tests.ddp.job import RANK, Ranks, Result, ledger_of, main
 from tests.helpers import LIGHTNING, budget_for, part_spy, quiet_trainer, watched_releases
-from tests.sharded.models import Ragged, Sharded, padded, sentences, whole_weights
+from tests.sharded.models import Ragged, Sharded, hugging_face, of_the_benchmarks, padded, sentences, whole_weights
 
 pl, Lap2Privacy = LIGHTNING.pl, LIGHTNING.lap2
 
@@ -55,6 +56,7 @@ def frozen_base(ranks: Ranks) -> Result:
     found = {engine: train(ranks, Sharded("lora", double=True), engine=engine) for engine in ("ghost", "vmap", "loop")}
     found["biases, accumulated"] = train(ranks, Sharded("biases", double=True), accumulate=2)
     found["fp32"] = train(ranks, Sharded("lora"))
+    found["the benchmarks'"] = train(ranks, Sharded("head", double=True, net=of_the_benchmarks))
     found["each rank its own weights"] = train(ranks, Sharded("lora", double=True, adapters_seed=RANK))
     return found
 
@@ -70,9 +72,16 @@ def trained_shards(ranks: Ranks) -> Result:
     found["chunks"] = train(ranks, Sharded("all", double=True), chunk_size=4, engine="ghost")
     found["kept after forward"] = train(ranks, Sharded("all", double=True, reshard_after_forward=False))
     found["one group"] = train(ranks, Sharded("all", double=True, only_root=True))
+    found["the benchmarks'"] = train(ranks, Sharded("all", double=True, net=of_the_benchmarks))
     found["columns"] = train(ranks, Sharded("all", double=True, net={"width": 8}, shard_placement_fn=by_columns))
     found["tied"] = train(ranks, Sharded("all", double=True, net={"tied": True}))
     found["weights derived"] = train(ranks, Sharded("all", double=True, net={"derived": True}))
+    found["repeated"] = train(ranks, Sharded("all", double=True, net={"repeated": True}))
+    for engine in ("ghost", "vmap", "loop"):
+        found[f"unused {engine}"] = train(ranks, Sharded("all", double=True, net={"unused": True}), engine=engine)
+    for engine in ("ghost", "loop"):
+        net = {"checkpointed": True, "repeated": True}
+        found[f"checkpointed {engine}"] = train(ranks, Sharded("all", double=True, net=net), engine=engine)
     found["spread"] = train(ranks, Sharded("all", double=True, net={"spread": True}))
     return found
 
@@ -89,6 +98,11 @@ def replicas_of_shards(ranks: Ranks) -> Result:
         "ghost": train(ranks, Sharded("all", double=True, mesh=mesh), clipping="adaptive"),
         "frozen base": train(ranks, Sharded("lora", double=True, mesh=mesh)),
     }
+
+
+def pretrained_decoders(ranks: Ranks) -> Result:
+    """Of transformers and peft."""
+    return {trained: train(ranks, Sharded(trained, double=True, net=hugging_face)) for trained in ("lora", "all")}
 
 
 def different_lengths(ranks: Ranks) -> Result:
@@ -337,13 +351,39 @@ def budget(ranks: Ranks) -> Result:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+class Allocated(pl.Callback):  # type: ignore[name-defined, misc]
+    """The most bytes that lived at once during the second step beyond what lived when it began."""
+
+    most = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+            self.profiler.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.profiler.__exit__(None, None, None)
+            events = self.profiler.profiler.kineto_results.events()
+            changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+            self.most = max(itertools.accumulate(size for _, size in changes))
+
+
 def largest_sum(ranks: Ranks) -> Result:
-    """What lies in the flat sums of this rank, and the most that any tensor held while they were made."""
-    with watched_releases() as seen:
-        callback = Lap2Privacy(eps=math.inf, noise_multiplier=1.0)
-        module = Sharded("all", net={"width": 24, "blocks": 3})
-        trainer(ranks, callback, max_steps=1).fit(module, sentences(12, 4))
-    return {"held": seen[0].after.numel(), "n": callback.dimension}
+    """What lies in the flat sums of this rank, and the most that all tensors held while they were made and released;
+    the same under DDP."""
+    found = {}
+    for engine in ("ghost", "loop"):
+        for whole in (False, True):
+            callback, allocated = Lap2Privacy(eps=math.inf, noise_multiplier=1.0, engine=engine), Allocated()
+            module = Sharded("all", net={"width": 32, "blocks": 6})
+            parallel = {"strategy": "ddp"} if whole else {}
+            with watched_releases() as seen:
+                trainer(ranks, callback, allocated, max_steps=2, **parallel).fit(module, sentences(24, 1))
+            found[f"{engine} {'whole' if whole else 'shards'}"] = {
+                "held": seen[0].after.numel(), "n": callback.dimension, "most": allocated.most,
+            }  # fmt: skip
+    return found
 
 
 SCENARIOS: dict[str, Callable[[Ranks], Result]] = {
@@ -353,6 +393,7 @@ SCENARIOS: dict[str, Callable[[Ranks], Result]] = {
         trained_shards,
         replicas_of_shards,
         different_lengths,
+        pretrained_decoders,
         low_precision,
         noise_once,
         empty_draws,

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from benchmarks.workloads import LanguageModel
 from tests.helpers import LIGHTNING
 
 pl = LIGHTNING.pl
@@ -37,15 +39,17 @@ class Block(nn.Module):
     Args:
         derived: one weight is computed from two parameters.
         spread: one parameter is used in a way that the ghost engine has no rule for.
+        unused: a layer that no loss uses.
     """
 
-    def __init__(self, width: int, *, derived: bool = False, spread: bool = False) -> None:
+    def __init__(self, width: int, *, derived: bool = False, spread: bool = False, unused: bool = False) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = LoRA(width, 3 * width), LoRA(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
         if derived:
             nn.utils.parametrizations.weight_norm(self.mlp[0])
+        self.unused = nn.Linear(width, 3) if unused else None
         self.pairs = nn.Bilinear(width, width, width) if spread else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,10 +61,27 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``[B, T]`` tokens to ``[B, T, V]`` scores; by default of an odd width, so that no parameter splits evenly."""
+    """``[B, T]`` tokens to ``[B, T, V]`` scores; by default of an odd width, so that no parameter splits evenly.
 
-    def __init__(self, width: int = 7, blocks: int = 2, *, tied: bool = False, **options: bool) -> None:
+    Args:
+        tied: embedding and head are one parameter.
+        repeated: the blocks run twice.
+        checkpointed: activations of blocks are computed again for the backward pass.
+        options: of blocks.
+    """
+
+    def __init__(
+        self,
+        width: int = 7,
+        blocks: int = 2,
+        *,
+        tied: bool = False,
+        repeated: bool = False,
+        checkpointed: bool = False,
+        **options: bool,
+    ) -> None:
         super().__init__()
+        self.passes, self.checkpointed = 1 + repeated, checkpointed
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList([Block(width, **options) for _ in range(blocks)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
@@ -70,11 +91,44 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for block in [*self.blocks] * self.passes:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
             if self.between is not None:
                 self.between()
         return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def of_the_benchmarks() -> nn.Module:
+    """The benchmarks' transformer, small."""
+    return LanguageModel(VOCABULARY, 12, 2, LENGTH)
+
+
+def hugging_face() -> nn.Module:
+    """A Llama of two layers with LoRA by peft."""
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=12, intermediate_size=17, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, attn_implementation="eager",
+    )  # fmt: skip
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return Scores(inject_adapter_in_model(lora, LlamaForCausalLM(config)))
+
+
+class Scores(nn.Module):
+    """A causal model of transformers as ``[B, T]`` to ``[B, T, V]``."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.net.model.layers  # type: ignore[return-value, union-attr]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(input_ids=tokens, use_cache=False).logits  # type: ignore[no-any-return]
 
 
 class Sharded(pl.LightningModule):  # type: ignore[name-defined, misc]
@@ -89,7 +143,7 @@ class Sharded(pl.LightningModule):  # type: ignore[name-defined, misc]
         synchronised: the logged loss is averaged over ranks.
         inside: called between two layers.
         beside: gives what is added to the loss.
-        net: options of the decoder.
+        net: options of the decoder, or what makes another one, whose ``blocks`` are sharded.
         options: of ``fully_shard``.
     """
 
@@ -107,7 +161,7 @@ class Sharded(pl.LightningModule):  # type: ignore[name-defined, misc]
         beside: Callable[[Any], Any] | None = None,
         optimizer: Any = torch.optim.SGD,
         rate: float = 0.5,
-        net: dict[str, Any] | None = None,
+        net: dict[str, Any] | Callable[[], nn.Module] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -116,7 +170,7 @@ class Sharded(pl.LightningModule):  # type: ignore[name-defined, misc]
         self.beside, self.optimizer, self.rate = beside, optimizer, rate
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            self.model = Decoder(**(net or {}))
+            self.model: Any = net() if callable(net) else Decoder(**(net or {}))
         if double:
             self.model.double()
         for name, parameter in self.model.named_parameters():
@@ -127,7 +181,7 @@ class Sharded(pl.LightningModule):  # type: ignore[name-defined, misc]
             self.model.between = lambda: inside(self)
 
     def _trains(self, name: str) -> bool:
-        adapter, norm = name.endswith((".a", ".b")), "norm" in name
+        adapter, norm = _is_adapter(name), "norm" in name
         kinds = {"lora": adapter, "biases": "bias" in name, "head": name.startswith("head"), "all": True}
         return kinds.get(self.trained, adapter or norm)
 
@@ -137,7 +191,7 @@ class Sharded(pl.LightningModule):  # type: ignore[name-defined, misc]
         return {p for n, p in self.model.named_parameters() if self._is_replicated(n)}
 
     def _is_replicated(self, name: str) -> bool:
-        kinds = {"lora": True, "biases": True, "lora, norms sharded": name.endswith((".a", ".b"))}
+        kinds = {"lora": True, "biases": True, "lora, norms sharded": _is_adapter(name)}
         return self._trains(name) and kinds.get(self.trained, False)
 
     def configure_model(self) -> None:
@@ -163,6 +217,10 @@ class Sharded(pl.LightningModule):  # type: ignore[name-defined, misc]
 
     def configure_optimizers(self) -> Any:
         return self.optimizer([p for p in self.parameters() if p.requires_grad], lr=self.rate)
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith((".a", ".b")) or ".lora_" in name
 
 
 def whole_weights(module: nn.Module, *, gradients: bool = False) -> Tensor:
