@@ -62,6 +62,8 @@ class ParameterLayout:
     """Whether a pass over the user's code takes part in what other ranks do."""
     scattered = False
     """Whether ranks hold different parts of some trainable parameters."""
+    in_low_precision = False
+    """Whether a pass computes in fewer bits than the parameters have."""
     own = 0
     """Entries of the flat vector of sums, its first, that are this rank's shards."""
     replicas: Any = None

@@ -63,6 +63,9 @@ class Sharding:
         self._sums: tuple[ShardedLayout, list[Tensor]] | None = None
         self._pending: tuple[Tensor, Tensor] | None = None
         self._check(module)
+        self.in_low_precision = any(
+            group.mp_policy.param_dtype not in (None, torch.float32, torch.float64) for group in self._groups
+        )
         self.device: torch.device = self._groups[0].device
         self.exchange = Exchange(self._serve, self.device)
 
@@ -272,7 +275,7 @@ class ShardedLayout(ParameterLayout):
         super().__init__(module)
         self._sharding = sharding
         self._shards = {k: p.to_local() for k, p in enumerate(self.parameters) if isinstance(p, DTensor)}
-        self.scattered = bool(self._shards)
+        self.scattered, self.in_low_precision = bool(self._shards), sharding.in_low_precision
         self._local: list[slice] = [slice(0, 0)] * len(self.parameters)
         start = 0
         for k in sorted(range(len(self.parameters)), key=lambda k: k not in self._shards):

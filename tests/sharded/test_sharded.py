@@ -37,7 +37,9 @@ FOUR = ["replicas_of_shards", "noise_once", "empty_draws", "resumed_on_more"]
 def several(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Job]:
     """Every scenario on 1, 2 and 4 ranks, finished; four ranks resume what two have left."""
     output = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2, 4)}
-    jobs_of = {ranks: start("tests.sharded.job", names, output[ranks], ranks=ranks) for ranks, names in ((2, TWO), (1, ALONE))}
+    jobs_of = {
+        ranks: start("tests.sharded.job", names, output[ranks], ranks=ranks) for ranks, names in ((2, TWO), (1, ALONE))
+    }
     for started in jobs_of.values():
         started.wait()
     for checkpoint in output[2].glob("*-False.ckpt"):

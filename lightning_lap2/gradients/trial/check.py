@@ -181,7 +181,11 @@ def _low_precision(module: nn.Module, layout: ParameterLayout, call: StepCall) -
     with call.context():
         autocast = torch.is_autocast_enabled(layout.device.type)
     wide = (torch.float32, torch.float64)
-    return autocast or any(p.dtype not in wide for p in module.parameters() if p.is_floating_point())
+    return (
+        autocast
+        or layout.in_low_precision
+        or any(p.dtype not in wide for p in module.parameters() if p.is_floating_point())
+    )
 
 
 def identical_views(batch: ExampleBatch) -> bool:
