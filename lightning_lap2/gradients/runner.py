@@ -211,28 +211,18 @@ class StepRunner:
         if layout is not self._layout:
             # what an engine can do depends on what trains
             self._layout, self._first, self._settled = layout, {}, set()
-        with layout.meeting(total):
-            return self._accumulate(call, layout, clipper, total)
-
-    def _accumulate(self, call: StepCall, layout: ParameterLayout, clipper: Clipper, total: Tensor) -> Any:
-        batch = call.examples
+        layout.begin_pass()
         if self.memory is None:
             self.memory = StateMemory(self.module)
         guard = StateGuard(self.memory)
-        entropy = Entropy(call.key)
-        traced: list[tuple[Sequence[int], Traced]] = []
         try:
-            with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
-                for group, places in zip(batch.groups, batch.order, strict=True):
-                    step = UserStep(self.module, call, places, self._recorder, guard, self._forward, entropy, layout)
-                    with batch_dimension_kept(group.rows_each):
-                        traced += self._group(group, step, layout, clipper, total if call.count else None)
+            with layout.meeting(total), self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
+                traced = self._groups(call, guard, layout, clipper, total if call.count else None)
         except BaseException:
-            layout.begin_pass()
             guard.abandon()
             raise
-        layout.begin_pass()
         traces, tensors = [run.trace for _, run in traced], [run.tensors for _, run in traced]
+        # what is logged may wait for other ranks, which have all left their steps
         replay = Replay(traces, tensors, call.count, [own for own, _ in traced], self._no_value, self._sums)
         guard.close(traces, replay.value)
         if not traced:
@@ -242,6 +232,18 @@ class StepRunner:
         output = replay.run()
         guard.settle(replay.value)
         return output
+
+    def _groups(
+        self, call: StepCall, guard: StateGuard, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
+    ) -> list[tuple[Sequence[int], Traced]]:
+        """What was recorded of all groups, each run with the places of its examples."""
+        entropy = Entropy(call.key)
+        traced: list[tuple[Sequence[int], Traced]] = []
+        for group, places in zip(call.examples.groups, call.examples.order, strict=True):
+            step = UserStep(self.module, call, places, self._recorder, guard, self._forward, entropy, layout)
+            with batch_dimension_kept(group.rows_each):
+                traced += self._group(group, step, layout, clipper, total)
+        return traced
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
