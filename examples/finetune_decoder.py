@@ -59,7 +59,7 @@ class Decoder(L.LightningModule):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr, weight_decay=0.0)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.0)
 
 
 def adapted(folder: str, gguf: str | None, rank: int) -> tuple[nn.Module, Any]:

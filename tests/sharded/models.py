@@ -216,7 +216,7 @@ class Sharded(pl.LightningModule):  # type: ignore[name-defined, misc]
         return loss
 
     def configure_optimizers(self) -> Any:
-        return self.optimizer([p for p in self.parameters() if p.requires_grad], lr=self.rate)
+        return self.optimizer(self.parameters(), lr=self.rate)
 
 
 def _is_adapter(name: str) -> bool:
