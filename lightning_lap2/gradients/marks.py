@@ -169,7 +169,8 @@ def _refuse_collective(func: Any, types: Any) -> None:
         raise UnsupportedModelError(
             f"{line_now()} computes with a parameter that fully_shard keeps in shards (a DTensor): its gradient would "
             "pass by clipping, and ranks that drew fewer examples would not take part. Use a layer by calling it: its "
-            "weights are whole inside its forward. A penalty on weights belongs into the optimizer (weight_decay)"
+            "weights are whole inside its forward. A penalty on weights belongs into the optimizer (weight_decay); "
+            "engine='vmap' holds all that trains whole, and takes it here"
         )
     if _is_collective(func):
         raise UnsupportedModelError(

@@ -186,7 +186,7 @@ class _Run:
             NotCovered: naming parameters to spread.
         """
         count, loss = len(self.losses), self.losses.sum()
-        if count == 1:
+        if count == 1 and not layout.scattered:  # where it is, no rank has room for a whole gradient
             return _single_example(loss, layout, dtype)
         carrying, self.losses = self.carrying | {self.losses.grad_fn, loss.grad_fn}, self.losses.detach()
         index = {id(p): k for k, p in enumerate(layout.leaves())}
