@@ -124,8 +124,7 @@ def _private(workload: Workload, name: str, rank: int, world: int, normaliser: i
     return step
 
 
-def timed(steps: dict[str, StepFunction], seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of each step, methods taking turns, all ranks in step; for so many seconds, 5 to 25 rounds."""
+def _timed(steps: dict[str, StepFunction], seconds: float) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {engine: [] for engine in steps}
     begun = time.perf_counter()
     more = True
@@ -166,7 +165,7 @@ def _rank(name: str, engines: list[str], what: str, folder: Path, rank: int, wor
         for step in steps.values():
             step()
             step()
-        result = dict(timed(steps, float(seconds)))
+        result = dict(_timed(steps, float(seconds)))
     else:
         result = {engine: peak_of(step, 3) for engine, step in steps.items()}
     (folder / f"{rank}.json").write_text(json.dumps(result))

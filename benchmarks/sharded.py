@@ -4,7 +4,8 @@
 
 A transformer of 42.9 million parameters that all train, on two gloo processes of one thread each, 4 examples of 32
 tokens on each. Memory is that of one rank with everything: its part of the weights, gradients, activations, sums. Each
-method has processes of its own for it; for time all take turns in the same ones.
+method has processes of its own for it; for time all take turns in the same ones. CPU time is one rank's, threads of
+gloo included; it is what another job on the machine moves least.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -27,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.document import replace_block
 from benchmarks.measure import machine, memory_status
 from benchmarks.methods import StepFunction
-from benchmarks.ranks import run_ranks, timed
+from benchmarks.ranks import run_ranks
 from benchmarks.workloads import LanguageModel
 from lightning_lap2.callback.ranks import Ranks
 from lightning_lap2.callback.window import release_
@@ -69,7 +71,7 @@ def step_of(method: str, rank: int, *, width: int = 512, depth: int = 12) -> Ste
         mesh = init_device_mesh("cpu", (WORLD,))
         for block in module.net.blocks:
             fully_shard(block, mesh=mesh)
-        fully_shard(module, mesh=mesh)
+        fully_shard(module.net, mesh=mesh)
     if engine:
         return _private(module, engine, batch, rank)
     return _plain(module if shard else DistributedDataParallel(module), batch)
@@ -119,46 +121,55 @@ def _memory(method: str, rank: int) -> dict[str, float]:
     return {"resting": resting, "peak": memory_status("VmHWM") - empty}
 
 
-def _rank(what: str, methods: list[str], seconds: float, folder: Path, rank: int) -> None:
+def _times(methods: list[str], rank: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of each step, by the wall's clock and of this process' CPU time; methods take turns."""
+    steps = {method: step_of(method, rank) for method in methods}
+    for step in steps.values():
+        step()
+    times: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
+    for _ in range(rounds):
+        for method, step in steps.items():
+            distributed.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            step()
+            distributed.barrier()
+            times[method].append((time.perf_counter() - wall, time.process_time() - cpu))
+    return times
+
+
+def _rank(what: str, methods: list[str], rounds: int, folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    result: dict[str, Any]
-    if what == "memory":
-        result = _memory(methods[0], rank)
-    else:
-        steps = {method: step_of(method, rank) for method in methods}
-        for step in steps.values():
-            step()
-        result = timed(steps, seconds)
+    result = _memory(methods[0], rank) if what == "memory" else _times(methods, rank, rounds)
     (folder / f"{rank}.json").write_text(json.dumps(result))
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-def table(times: dict[str, float], memory: dict[str, dict[str, float]]) -> str:
-    """One row for each method; memory of the larger rank."""
-    lines = ["| | MiB between steps | MiB at most | s per step |", "|---|---|---|---|"]
+def table(memory: dict[str, dict[str, float]], times: dict[str, list[list[float]]]) -> str:
+    """One row for each method: memory of the larger rank, medians of the times."""
+    lines = ["| | MiB between steps | MiB at most | CPU s per step | s per step |", "|---|---|---|---|---|"]
     for method, found in memory.items():
-        lines.append(f"| {method} | {found['resting']:.0f} | {found['peak']:.0f} | {times[method] / 1e3:.2f} |")
+        wall, cpu = (statistics.median(column) for column in zip(*times[method], strict=True))
+        lines.append(f"| {method} | {found['resting']:.0f} | {found['peak']:.0f} | {cpu:.2f} | {wall:.2f} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharded", description=__doc__)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of timing, at least five rounds (default: 120)")
+    parser.add_argument("--rounds", type=int, default=9, help="of timing (default: 9)")
     parser.add_argument("--update", type=Path, metavar="FILE", help="write the table into this document, in place")
     options = parser.parse_args()
     memory: dict[str, dict[str, float]] = {}
-    for method in options.methods:
+    for method in METHODS:
         print(f"memory of {method} ...", file=sys.stderr)
         found = run_ranks("benchmarks.sharded", ["memory", method, "0"], WORLD, exact_memory=True)
         memory[method] = {what: max(one[what] for one in found) for what in ("resting", "peak")}
     print("timing ...", file=sys.stderr)
-    arguments = ["time", ";".join(options.methods), str(options.seconds)]
-    first = run_ranks("benchmarks.sharded", arguments, WORLD, exact_memory=False)[0]
-    times = {method: statistics.median(found) for method, found in first.items()}
-    text = f"{machine()}; {len(next(iter(first.values())))} rounds.\n\n{table(times, memory)}"
+    arguments = ["time", ";".join(METHODS), str(options.rounds)]
+    times = run_ranks("benchmarks.sharded", arguments, WORLD, exact_memory=False)[0]
+    load = f"load average {os.getloadavg()[0]:.1f}"
+    text = f"{machine()}; {options.rounds} rounds, {load}.\n\n{table(memory, times)}"
     print(text)
     if options.update:
         replace_block(options.update, "python -m benchmarks.sharded", text)
@@ -166,6 +177,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) == 7 and sys.argv[1] in ("memory", "time"):
-        _rank(sys.argv[1], sys.argv[2].split(";"), float(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
+        _rank(sys.argv[1], sys.argv[2].split(";"), int(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
     else:
         main()
