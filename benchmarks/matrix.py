@@ -2,8 +2,9 @@
 
 Four environments: the lowest and the newest torch, each with the lowest and the newest Lightning, on four Pythons. In
 the first, the library's other dependencies stand at their lowest too; elsewhere, what is not named is the newest. Each
-environment is a folder of its own of up to 6 GB (torch comes as a CUDA build, which runs on CPUs), which is kept, and
-built anew when pyproject.toml asks for something else.
+environment is a folder of its own of up to 6 GB (torch comes as a CUDA build, which runs on CPUs), in the system's
+temporary folder unless ``--folder`` names another. It is kept, and built anew when pyproject.toml asks for something
+else.
 
 A row that cannot be had (no such Python here, no wheel) is left out, with the reason. Results are kept, so that rows
 may be run one at a time; ``--write`` puts those of all rows into a document.
@@ -25,6 +26,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,11 +34,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tomllib
-
 from benchmarks.document import replace_block
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # which pytest and mypy install there
+
 ROOT = Path(__file__).resolve().parents[1]
+FOLDER = Path(tempfile.gettempdir()) / "lightning-lap2-matrix"
 EXTRAS = ("examples", "plot", "models", "paper", "dev")
 LOWERED = ("examples", "plot", "models")
 """Extras that users install, so that their lower ends are held too; the others are ours."""
@@ -223,7 +229,7 @@ def table(results: dict[str, Result]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=[row.name for row in ROWS], help="this row; may be repeated")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".matrix", help="for environments, logs and results")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"environments, logs, results; {FOLDER}")
     parser.add_argument("--kept", action="store_true", help="run nothing: only the results that are kept")
     parser.add_argument("--write", type=Path, metavar="DOCUMENT", help="put the table of all kept results there")
     parser.add_argument("--list", action="store_true", help="print what each row pins, and stop")
