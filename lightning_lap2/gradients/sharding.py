@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_lap2.errors import UnsupportedModelError, UnsupportedSettingError
 from lightning_lap2.gradients.exchange import Exchange
+from lightning_lap2.gradients.marks import unmark
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.physical import functorch_left, recorded, replaced, replicas_of
 
@@ -232,6 +233,8 @@ class Sharding:
             group._to_sharded()
             type(group).unshard(group)
             type(group).wait_for_unshard(group)
+            for p in group.fsdp_params:
+                unmark(p._unsharded_param)  # the same memory may have held what a hook computed
             if not mine:
                 if not gathered:
                     group._to_sharded()
