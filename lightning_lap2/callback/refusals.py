@@ -68,7 +68,7 @@ def _check_strategy(strategy: Any, pl: ModuleType) -> None:
         if size > 1:
             raise UnsupportedSettingError(
                 f"ModelParallelStrategy has tensor_parallel_size={size}: norms of gradients whose parts lie on several "
-                "ranks are not proven. Use ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1) and "
+                "ranks are not proven. Use ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1) with "
                 "fully_shard in configure_model, which shards over all ranks"
             )
         return

@@ -10,12 +10,11 @@ import torch
 from scipy import stats
 
 from tests.ddp.harness import Job, start
-from tests.helpers import LIGHTNING, LIGHTNING_WARNINGS, quiet_trainer
+from tests.helpers import LIGHTNING_WARNINGS
 from tests.sharded import job as jobs
 from tests.sharded.models import Sharded
 
 pytestmark = [pytest.mark.ddp, pytest.mark.slow, *LIGHTNING_WARNINGS]
-pl, Lap2Privacy = LIGHTNING.pl, LIGHTNING.lap2
 
 ALONE = ["frozen_base", "trained_shards", "replicas_of_shards", "different_lengths", "pretrained_decoders"]
 TWO = [
@@ -29,6 +28,7 @@ TWO = [
     "budget",
     "largest_sum",
 ]
+PATIENCE = 1200.0  # seconds, on a machine that does much else; a minute on two idle cores
 FOUR = ["replicas_of_shards", "noise_once", "empty_draws", "resumed_on_more"]
 
 
@@ -40,11 +40,11 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Job]:
         ranks: start("tests.sharded.job", names, output[ranks], ranks=ranks) for ranks, names in ((2, TWO), (1, ALONE))
     }
     for started in jobs_of.values():
-        started.wait()
+        started.wait(PATIENCE)
     for checkpoint in output[2].glob("*-False.ckpt"):
         shutil.copytree(checkpoint, output[4] / checkpoint.name)
     jobs_of[4] = start("tests.sharded.job", FOUR, output[4], ranks=4)
-    jobs_of[4].wait()
+    jobs_of[4].wait(PATIENCE)
     return jobs_of
 
 
@@ -167,18 +167,6 @@ def test_other_ways_of_sharding_are_refused_by_name(several: dict[int, Job]) -> 
         assert "CPUOffloadPolicy" in result["offload"]
         assert "tensor_parallel_size=2" in result["tensor parallel"]
         assert "the parameter model.blocks.0.qkv.a is not the same on ranks 0 and 1" in result["drifting"]
-
-
-@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
-def test_older_strategies_are_refused_with_this_one_as_the_remedy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = type(name, (), {})()
-    if name == "FSDPStrategy":
-        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        strategy = pl.strategies.FSDPStrategy()
-    trainer = quiet_trainer(pl, Lap2Privacy(eps=8.0), max_epochs=1)
-    monkeypatch.setattr(type(trainer), "strategy", strategy)
-    with pytest.raises(ValueError, match=rf"gave {name}.*ModelParallelStrategy\(data_parallel_size=.*fully_shard"):
-        Lap2Privacy(eps=8.0).setup(trainer, Sharded(), "fit")
 
 
 # -- checkpoints, budget, memory --------------------------------------------------------------------------------------
