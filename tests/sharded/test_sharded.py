@@ -14,7 +14,8 @@ from tests.helpers import LIGHTNING_WARNINGS
 from tests.sharded import job as jobs
 from tests.sharded.models import Sharded
 
-pytestmark = [pytest.mark.ddp, pytest.mark.slow, *LIGHTNING_WARNINGS]
+PATIENCE = 1200.0  # seconds, on a machine that does much else; about a minute on two idle cores
+pytestmark = [pytest.mark.ddp, pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE), *LIGHTNING_WARNINGS]
 
 ALONE = ["frozen_base", "trained_shards", "replicas_of_shards", "different_lengths", "pretrained_decoders"]
 TWO = [
@@ -28,7 +29,6 @@ TWO = [
     "budget",
     "largest_sum",
 ]
-PATIENCE = 1200.0  # seconds, on a machine that does much else; a minute on two idle cores
 FOUR = ["replicas_of_shards", "noise_once", "empty_draws", "resumed_on_more"]
 
 
