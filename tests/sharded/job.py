@@ -39,8 +39,8 @@ def trainer(ranks: Ranks, *callbacks: Any, **options: Any) -> Any:
 def train(ranks: Ranks, module: Any, *callbacks: Any, accumulate: int = 1, data: Any = None, **settings: Any) -> Result:
     """No noise, and every record in every step: nothing but the number of ranks differs from a run in one process."""
     callback = Lap2Privacy(**{"eps": math.inf, "noise_multiplier": 0.0, "max_grad_norm": 0.7, **settings})
-    fit = trainer(ranks, callback, *callbacks, max_epochs=3, accumulate_grad_batches=accumulate)
-    loader = sentences(12, 12 // ranks.number // accumulate) if data is None else data
+    fit = trainer(ranks, callback, *callbacks, max_epochs=2, accumulate_grad_batches=accumulate)
+    loader = sentences(8, 8 // ranks.number // accumulate) if data is None else data
     fit.fit(module, loader)
     return {
         "weights": whole_weights(module),
@@ -68,12 +68,12 @@ def trained_shards(ranks: Ranks) -> Result:
     found = {engine: train(ranks, Sharded("all", double=True), engine=engine) for engine in ("ghost", "vmap", "loop")}
     found["fp32"] = train(ranks, Sharded("all"))
     # one record a rank and part, for which the ghost engine has another way where weights are whole
-    found["by one"] = train(ranks, Sharded("all", double=True), accumulate=12 // ranks.number)
-    found["accumulated"] = train(ranks, Sharded("head", double=True), accumulate=3)
+    found["by one"] = train(ranks, Sharded("all", double=True), accumulate=8 // ranks.number)
+    found["accumulated"] = train(ranks, Sharded("head", double=True), accumulate=2)
     found["beside replicated"] = train(ranks, Sharded("lora, norms sharded", double=True))
     for clipping in ("per_layer", "adaptive", "automatic"):
         found[clipping] = train(ranks, Sharded("all", double=True), clipping=clipping, max_grad_norm=0.2)
-    found["chunks"] = train(ranks, Sharded("all", double=True), chunk_size=4, engine="ghost")
+    found["chunks"] = train(ranks, Sharded("all", double=True), chunk_size=2, engine="ghost")
     found["kept after forward"] = train(ranks, Sharded("all", double=True, reshard_after_forward=False))
     found["one group"] = train(ranks, Sharded("all", double=True, only_root=True))
     found["the benchmarks'"] = train(ranks, Sharded("all", double=True, net=of_the_benchmarks))
@@ -119,7 +119,7 @@ def different_lengths(ranks: Ranks) -> Result:
     """Records of different lengths run in groups of one length: ranks make different numbers of passes."""
     found = {}
     for engine in ("ghost", "vmap", "loop"):
-        data = DataLoader(Ragged(12), batch_size=12 // ranks.number, collate_fn=padded)
+        data = DataLoader(Ragged(8), batch_size=8 // ranks.number, collate_fn=padded)
         found[engine] = train(ranks, Sharded("all", double=True), data=data, engine=engine)
     return found
 
@@ -136,7 +136,7 @@ def low_precision(ranks: Ranks) -> Result:
         for trained in ("lora", "all"):
             callback = Lap2Privacy(eps=math.inf, noise_multiplier=0.0, max_grad_norm=0.7)
             module = Sharded(trained, **(options if ranks.number > 1 else {}))
-            trainer(ranks, callback, max_epochs=3, precision=precision).fit(module, sentences(12, 12 // ranks.number))
+            trainer(ranks, callback, max_epochs=2, precision=precision).fit(module, sentences(8, 8 // ranks.number))
             found[f"{name} {trained}"] = whole_weights(module)
     return found
 
@@ -156,7 +156,7 @@ def noise_once(ranks: Ranks) -> Result:
             def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
                 kept.append(whole_weights(module, gradients=True))  # noqa: B023
 
-        trainer(ranks, callback, Gradients(), max_steps=60, max_epochs=-1).fit(module, sentences(24, 2))
+        trainer(ranks, callback, Gradients(), max_steps=24, max_epochs=-1).fit(module, sentences(24, 2))
         found[trained] = torch.stack(kept) * callback.expected_batch_size
         found[f"{trained} scale"] = callback.scale
         found[f"{trained} grid"] = spacing(callback.scale)
@@ -168,9 +168,9 @@ def empty_draws(ranks: Ranks) -> Result:
     found = {}
     for trained in ("lora", "all"):
         for engine in ("ghost", "loop"):
-            callback, spy = Lap2Privacy(eps=8.0, engine=engine), part_spy(pl)
+            callback, spy = Lap2Privacy(eps=8.0, engine=engine, noise_seed=1), part_spy(pl)
             module = Sharded(trained, synchronised=True)
-            fit = trainer(ranks, callback, spy, max_steps=15, max_epochs=-1)
+            fit = trainer(ranks, callback, spy, max_steps=8, max_epochs=-1)
             fit.fit(module, sentences(12, 1))
             found[f"{trained} {engine}"] = {
                 "counts": [part.count for part in spy.parts],
@@ -188,7 +188,7 @@ def message_of(ranks: Ranks, module: Any, fit: Any = None, **settings: Any) -> s
     callback = Lap2Privacy(**{"eps": 8.0, **settings})
     fit = fit or trainer(ranks, callback, max_epochs=2)
     try:
-        fit.fit(module, sentences(24, 2))
+        fit.fit(module, sentences(8, 2))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -276,7 +276,7 @@ ADAM = {"optimizer": torch.optim.Adam, "rate": 0.01}
 
 
 def go_on(ranks: Ranks, fit: Any, module: Any, callback: Any, **options: Any) -> Result:
-    fit.fit(module, sentences(24, 2), **options)
+    fit.fit(module, sentences(16, 2), **options)
     return {
         "weights": whole_weights(module),
         "steps": callback.steps,

@@ -17,9 +17,11 @@ from tests.sharded.models import Sharded
 PATIENCE = 1200.0  # seconds, on a machine that does much else; about a minute on two idle cores
 pytestmark = [pytest.mark.ddp, pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE), *LIGHTNING_WARNINGS]
 
-ALONE = ["frozen_base", "trained_shards", "replicas_of_shards", "different_lengths", "pretrained_decoders"]
+SAME = ["frozen_base", "trained_shards", "different_lengths", "pretrained_decoders"]
+ALONE = [*SAME, "replicas_of_shards", "low_precision"]
 TWO = [
-    *(name for name in ALONE if name != "replicas_of_shards"),
+    *SAME,
+    "low_precision",
     "noise_once",
     "empty_draws",
     "one_rank_fails",
@@ -60,7 +62,7 @@ def _equal(results: list[dict[str, Any]], name: str, *entries: str) -> dict[str,
 # -- no noise: as many ranks as one likes are one process -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("scenario", "ranks"), [*((name, 2) for name in TWO[:4]), ("replicas_of_shards", 4)])
+@pytest.mark.parametrize(("scenario", "ranks"), [*((name, 2) for name in SAME), ("replicas_of_shards", 4)])
 def test_without_noise_ranks_end_with_the_weights_of_one_process(
     several: dict[int, Job], scenario: str, ranks: int
 ) -> None:
@@ -88,7 +90,7 @@ def test_bf16(several: dict[int, Job]) -> None:
     """Bound by the rounding of weights and activations, which ranks do on other numbers than one process."""
     alone, results = several[1].results("low_precision", 1)[0], several[2].results("low_precision", 2)
     for name, expected in alone.items():
-        torch.testing.assert_close(results[0][name], expected, rtol=0, atol=2e-2)
+        torch.testing.assert_close(results[0][name], expected, rtol=0, atol=2e-3)
         assert torch.equal(results[0][name], results[1][name])
 
 
@@ -177,11 +179,11 @@ def test_checkpoints_resume_in_shards_whole_and_under_ddp(several: dict[int, Job
     for name, found in results[0].items():
         if "ddp" in name:
             _equal(results, name, "weights", "steps", "epsilon")
-            assert found["steps"] == (12 if "into" in name else 18)
+            assert found["steps"] == (8 if "into" in name else 12)
             continue
         straight, resumed = found["straight"], found["resumed"]
         assert torch.equal(straight["weights"], resumed["weights"]), name
-        assert straight["steps"] == resumed["steps"] == 12
+        assert straight["steps"] == resumed["steps"] == 8
         assert straight["epsilon"] == resumed["epsilon"] == pytest.approx(found["straight"]["epsilon"])
         assert torch.equal(resumed["weights"], results[1][name]["resumed"]["weights"])
 
@@ -190,8 +192,8 @@ def test_more_ranks_resume_what_two_have_left(several: dict[int, Job]) -> None:
     results = several[4].results("resumed_on_more", 4)
     for trained in ("lora", "all"):
         found = _equal(results, trained, "weights", "steps", "epsilon")
-        # 6 steps of 4 of 24 records on two ranks, then 3 steps of 8 on four
-        assert found["steps"] == 6 + 3
+        # an epoch on two ranks, 4 steps of 4 of 16 records; then one on four, 2 steps of 8
+        assert found["steps"] == 4 + 2
         assert bool(torch.isfinite(found["weights"]).all())
 
 
