@@ -37,8 +37,8 @@ class Ranks:
         return replace(self, sharded=layout.own, replicas=layout.replicas)
 
     def own(self, total: Tensor) -> list[Tensor]:
-        """The views of ``total`` that belong to this process: together those of all have each coordinate once. The
-        last entry of all, if it is own, is the last of these."""
+        """The views of ``total`` that belong to this process; those of all processes hold each coordinate once. What
+        lies last in ``total`` comes last, see :meth:`owns_last`."""
         alike = total[self.sharded :]
         start, stop = _bounds(alike.numel(), self.rank, self.size)
         first = self.replicas is None or torch.distributed.get_rank(self.replicas) == 0
