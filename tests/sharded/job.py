@@ -383,8 +383,8 @@ def largest_sum(ranks: Ranks) -> Result:
     shards, and under DDP."""
     found = {}
     for name, parallel in (("shards", {}), ("whole", {"strategy": "ddp"})):
-        callback, allocated = Lap2Privacy(eps=math.inf, noise_multiplier=1.0, engine="ghost"), Allocated()
-        module = Sharded("all", net={"width": 64, "blocks": 8})
+        callback, allocated = Lap2Privacy(eps=math.inf, noise_multiplier=1.0, engine="ghost", noise_seed=1), Allocated()
+        module = Sharded("all", net={"width": 64, "blocks": 16})
         # without the guard's copies of small tensors, which are few in a large model
         with watched_releases() as seen, replaced(content, "_SMALL", 0):
             fit = trainer(ranks, allocated, callback, max_steps=2, **parallel)
