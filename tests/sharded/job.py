@@ -365,7 +365,7 @@ class Allocated(pl.Callback):  # type: ignore[name-defined, misc]
     most = 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+        if trainer.global_step == 1:
             activities = [torch.profiler.ProfilerActivity.CPU]
             self.profiler = torch.profiler.profile(activities=activities, profile_memory=True)
             self.profiler.__enter__()
@@ -383,12 +383,12 @@ def largest_sum(ranks: Ranks) -> Result:
     shards, and under DDP."""
     found = {}
     for name, parallel in (("shards", {}), ("whole", {"strategy": "ddp"})):
-        callback, allocated = Lap2Privacy(eps=math.inf, noise_multiplier=1.0, engine="ghost", noise_seed=1), Allocated()
-        module = Sharded("all", net={"width": 64, "blocks": 16})
+        callback, allocated = Lap2Privacy(eps=math.inf, noise_multiplier=1.0, engine="ghost"), Allocated()
+        module = Sharded("all", net={"width": 96, "blocks": 12})
         # without the guard's copies of small tensors, which are few in a large model
         with watched_releases() as seen, replaced(content, "_SMALL", 0):
-            fit = trainer(ranks, allocated, callback, max_steps=2, **parallel)
-            fit.fit(module, sentences(24, 1))
+            fit = trainer(ranks, allocated, callback, max_steps=2, max_epochs=-1, **parallel)
+            fit.fit(module, sentences(4, 2))  # both of a rank's in every step
         found[name] = {"held": seen[0].after.numel(), "n": callback.dimension, "most": allocated.most}
     return found
 
