@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     classes = int(train.tensors[-1].max()) + 1
 
     def run(mechanism: str, eps: float, seed: int) -> Row:
-        options: dict[str, Any] = {"lr": args.lr, "optimizer": args.optimizer, "backbone_lr": args.backbone_lr}
+        options: dict[str, Any] = {name: args[name] for name in ("lr", "optimizer", "schedule", "backbone_lr")}
         if args.tune == "head":
             model = Classifier(train.tensors[0].shape[1], classes, **options)
         else:
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         return {**spent, "accuracy": test_accuracy(model, DataLoader(test, batch_size=256))}
 
     settings = {"experiment": args.task, "weights": args.encoder}
-    names = ("tune", "rank", "tokens", "optimizer", "backbone_lr", "held_out")
+    names = ("tune", "rank", "tokens", "optimizer", "schedule", "backbone_lr", "held_out")
     rows = sweep(args, {**settings, **{name: args[name] for name in names}}, run)
     print(summary(rows, ["accuracy", "epsilon"]))
     return rows

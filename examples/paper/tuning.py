@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import _path  # noqa: F401
 import lightning as L
 import torch
 import torch.nn.functional as F
+from fashion_mnist import Schedule, scheduled
 from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
@@ -17,14 +19,25 @@ Optimizer = Literal["adam", "sgd"]
 ATTENTION = r".*\.(query|key|value|q_proj|k_proj|v_proj|q|k|v|c_attn)"
 
 
-def tuning_flags(parser: ArgumentParser, default: Tune = "head", optimizer: Optimizer = "adam") -> None:
-    parser.add_argument(
-        "--tune", type=Tune, default=default, help="a head on frozen features, adapters, or all weights"
-    )
-    parser.add_argument("--rank", type=int, default=4, help="of the adapters (--tune lora)")
+def tuning_flags(
+    parser: ArgumentParser,
+    default: Tune = "head",
+    optimizer: Optimizer = "adam",
+    schedule: Schedule = "constant",
+    *,
+    pretrained: bool = True,
+) -> None:
+    """
+    Args:
+        pretrained: with the flags that choose which weights below the head are trained.
+    """
     parser.add_argument("--optimizer", type=Optimizer, default=optimizer, help="adam suits lora and full")
-    parser.add_argument("--backbone-lr", type=float, default=1e-3, help="below the head (--tune lora, full)")
-    parser.add_argument("--cache", type=str, default=None, help="file that keeps what is computed before training")
+    parser.add_argument("--schedule", type=Schedule, default=schedule, help="linear: the learning rate falls to 0")
+    parser.add_argument("--cache", type=str, default=None, help="keeps what is computed before training")
+    if pretrained:
+        parser.add_argument("--tune", type=Tune, default=default, help="which weights are trained")
+        parser.add_argument("--rank", type=int, default=4, help="of the adapters (--tune lora)")
+        parser.add_argument("--backbone-lr", type=float, default=1e-3, help="below the head (--tune lora, full)")
 
 
 def prepare(backbone: nn.Module, tune: Tune, rank: int) -> nn.Module:
@@ -68,6 +81,8 @@ class Classifier(L.LightningModule):
         lr: of the head.
         backbone: trained with it where it has trainable weights; ``None``: the inputs are the features.
         backbone_lr: of the backbone's weights.
+        schedule: of the learning rates.
+        hidden: units of a layer with bounded activations (tanh) before the linear one; 0: none.
     """
 
     def __init__(
@@ -79,12 +94,16 @@ class Classifier(L.LightningModule):
         backbone: nn.Module | None = None,
         backbone_lr: float = 1e-3,
         optimizer: Optimizer = "adam",
+        schedule: Schedule = "constant",
+        hidden: int = 0,
     ) -> None:
         super().__init__()
-        self.lr, self.backbone_lr, self.optimizer = lr, backbone_lr, optimizer
-        self.head, self.backbone = nn.Linear(width, classes), backbone
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.lr, self.backbone_lr, self.optimizer, self.schedule = lr, backbone_lr, optimizer, schedule
+        last = nn.Linear(hidden or width, classes)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.head = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), last) if hidden else last
+        self.backbone = backbone
         self.accuracy = MulticlassAccuracy(classes, average="micro")
 
     def features(self, inputs: list[Tensor]) -> Tensor:
@@ -103,16 +122,19 @@ class Classifier(L.LightningModule):
         self.accuracy(self(inputs), y)
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True, batch_size=len(y))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         groups: list[dict[str, Any]] = [{"params": list(self.head.parameters()), "lr": self.lr}]
         if self.backbone is not None:
             groups.append(
                 {"params": [p for p in self.backbone.parameters() if p.requires_grad], "lr": self.backbone_lr}
             )
         groups = [group for group in groups if group["params"]]
+        optimizer: torch.optim.Optimizer
         if self.optimizer == "sgd":
-            return torch.optim.SGD(groups, momentum=0.9)
-        return torch.optim.AdamW(groups, weight_decay=0.0)
+            optimizer = torch.optim.SGD(groups, momentum=0.9)
+        else:
+            optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        return scheduled(optimizer, self.schedule, self.trainer.estimated_stepping_batches)
 
 
 def test_accuracy(model: Classifier, test: Any) -> float:
