@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-Tune = Literal["head", "lora", "full"]
+Tune = Literal["head", "lora", "bias", "full"]
 Optimizer = Literal["adam", "sgd"]
 # Query, key and value under the names that BERT, MPNet, DINOv2 and GPT-2 have for them.
 ATTENTION = r".*\.(query|key|value|q_proj|k_proj|v_proj|q|k|v|c_attn)"
@@ -44,7 +44,8 @@ def prepare(backbone: nn.Module, tune: Tune, rank: int) -> nn.Module:
     """The backbone with the chosen weights trainable, and without dropout.
 
     Args:
-        tune: ``"head"``: none of the backbone's; ``"lora"``: adapters of ``rank`` in every attention; ``"full"``: all.
+        tune: ``"head"``: none of the backbone's; ``"lora"``: adapters of ``rank`` in every attention; ``"bias"``: every
+            bias (BiTFiT), of which a network without any is given some; ``"full"``: all.
     """
     backbone.requires_grad_(tune == "full")
     if tune == "lora":
@@ -54,10 +55,28 @@ def prepare(backbone: nn.Module, tune: Tune, rank: int) -> nn.Module:
         transposed = any(isinstance(module, Conv1D) for module in backbone.modules())  # GPT-2
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ATTENTION, fan_in_fan_out=transposed)
         backbone = inject_adapter_in_model(config, backbone)
+    if tune == "bias":
+        with_biases(backbone)
     for module in backbone.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return backbone
+
+
+def with_biases(backbone: nn.Module) -> None:
+    """Makes every bias trainable; where there is none (Llama's family), zeros are added to each linear layer's output.
+
+    Not to the output layer's: its bias would be one number per token of the vocabulary.
+    """
+    biases = [p for name, p in backbone.named_parameters() if name.endswith("bias")]
+    if not biases:
+        last = backbone.get_output_embeddings()
+        for module in backbone.modules():
+            if isinstance(module, nn.Linear) and module is not last:
+                module.bias = nn.Parameter(module.weight.new_zeros(module.out_features))
+                biases.append(module.bias)
+    for bias in biases:
+        bias.requires_grad_()
 
 
 def unit(x: Tensor) -> Tensor:
