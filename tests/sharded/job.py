@@ -36,12 +36,23 @@ def trainer(ranks: Ranks, *callbacks: Any, **options: Any) -> Any:
     return quiet_trainer(pl, *callbacks, **{**parallel, **options})
 
 
-def train(ranks: Ranks, module: Any, *callbacks: Any, accumulate: int = 1, data: Any = None, **settings: Any) -> Result:
+def train(
+    ranks: Ranks,
+    module: Any,
+    *callbacks: Any,
+    accumulate: int = 1,
+    data: Any = None,
+    validated: bool = False,
+    **settings: Any,
+) -> Result:
     """No noise, and every record in every step: nothing but the number of ranks differs from a run in one process."""
     callback = Lap2Privacy(**{"eps": math.inf, "noise_multiplier": 0.0, "max_grad_norm": 0.7, **settings})
     fit = trainer(ranks, callback, *callbacks, max_epochs=2, accumulate_grad_batches=accumulate)
     loader = sentences(8, 8 // ranks.number // accumulate) if data is None else data
-    fit.fit(module, loader)
+    validation = [sentences(4, 2)] if validated else []
+    for held_out in validation:
+        fit.validate(module, held_out, verbose=False)
+    fit.fit(module, loader, *validation)
     return {
         "weights": whole_weights(module),
         "engine": callback.report().engine,
@@ -63,10 +74,24 @@ def frozen_base(ranks: Ranks) -> Result:
     return found
 
 
+class Unfreezing(pl.callbacks.BaseFinetuning):  # type: ignore[name-defined, misc]
+    """All of a block trains from the second epoch on."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        pass
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            for parameter in module.model.blocks[1].parameters():
+                parameter.requires_grad_(True)
+
+
 def trained_shards(ranks: Ranks) -> Result:
     """Weights that are sharded and train."""
     found = {engine: train(ranks, Sharded("all", double=True), engine=engine) for engine in ("ghost", "vmap", "loop")}
     found["fp32"] = train(ranks, Sharded("all"))
+    found["validated"] = train(ranks, Sharded("all", double=True), validated=True)
+    found["unfrozen"] = train(ranks, Sharded("head", double=True), Unfreezing(), validated=True)
     # one record a rank and part, for which the ghost engine has another way where weights are whole
     found["by one"] = train(ranks, Sharded("all", double=True), accumulate=8 // ranks.number)
     found["accumulated"] = train(ranks, Sharded("head", double=True), accumulate=2)
