@@ -5,6 +5,7 @@ Packages copy, pickle and clone the callbacks that they are given, so what is fo
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 import warnings
@@ -55,7 +56,9 @@ def watchers(pl: ModuleType) -> Watchers:
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             loader = trainer.train_dataloader
             without_dropout(pl_module)
-            type(self)._want = plain_sum(pl_module, loader.dataset, loader.collate_fn)
+            # a copy, since a step may write to its module
+            alone = copy.deepcopy(pl_module, {id(trainer): trainer})
+            type(self)._want = plain_sum(alone, loader.dataset, loader.collate_fn)
             type(self).size = len(loader.dataset)
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -110,7 +113,6 @@ def plain_sum(module: Any, dataset: Any, collate: Any) -> dict[str, Tensor]:
             for name, parameter in module.named_parameters():
                 if parameter.grad is not None:
                     sums[name] += parameter.grad
-    module.zero_grad(set_to_none=True)
     return sums
 
 

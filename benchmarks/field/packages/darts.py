@@ -54,5 +54,6 @@ PACKAGE = Package(
         _case("NBEATSModel", _WROTE.format("NBEATSModel"), num_stacks=2, num_blocks=1, num_layers=2, layer_widths=16),
         _case("RNNModel", _WROTE.format("RNNModel"), model="LSTM", hidden_dim=8, training_length=_INPUT + _OUTPUT - 1),
         _case("TiDEModel", _WROTE.format("TiDEModel"), hidden_size=16, temporal_decoder_hidden=8),
+        _case("TFTModel", _WROTE.format("TFTModel"), hidden_size=8, num_attention_heads=2, add_relative_index=True),
     ),
 )
