@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ must have counted every release, whatever the package did with it.
 
 
 def file_of(package: str, model: str) -> Path:
-    return RESULTS / f"{package}-{model.lower().replace(' ', '-').replace('/', '-')}.json"
+    return RESULTS / f"{package}-{re.sub(r'[^a-z0-9]+', '-', model.lower())}.json"
 
 
 def results() -> dict[tuple[str, str], dict[str, Any]]:

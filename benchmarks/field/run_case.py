@@ -94,7 +94,8 @@ def run(package: Package, case: Case) -> Result:
         return replace(result, outcome="trained", expected=case.refused is None)
     except Exception as error:
         traceback.print_exc()
-        ours = next((e for e in _chain(error) if isinstance(e, UnsupportedModelError | UnsupportedSettingError)), None)
+        refusals = (UnsupportedModelError, UnsupportedSettingError)
+        ours = next((e for e in _chain(error) if isinstance(e, refusals) or _raised_by_us(e)), None)
         if ours is None:
             return replace(result, message=f"{type(error).__name__}: {error}".splitlines()[0])
         as_said = case.refused is not None and re.search(case.refused, str(ours)) is not None
@@ -107,6 +108,12 @@ def _chain(error: BaseException | None) -> list[BaseException]:
         found.append(error)
         error = error.__cause__ or error.__context__
     return found
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    """Whether it is an argument error that the library itself raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return type(error) in (TypeError, ValueError) and bool(frames) and "/lightning_lap2/" in frames[-1].filename
 
 
 def _anywhere(message: str) -> str:

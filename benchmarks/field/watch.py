@@ -57,7 +57,8 @@ def watchers(pl: ModuleType) -> Watchers:
             loader = trainer.train_dataloader
             without_dropout(pl_module)
             # a copy, since a step may write to its module
-            alone = copy.deepcopy(pl_module, {id(trainer): trainer})
+            alone = copy.deepcopy(pl_module)
+            alone.trainer = trainer  # copies have none
             type(self)._want = plain_sum(alone, loader.dataset, loader.collate_fn)
             type(self).size = len(loader.dataset)
 
@@ -81,13 +82,13 @@ def without_dropout(module: nn.Module) -> None:
 @contextmanager
 def without_noise() -> Iterator[None]:
     """``Normal(...).rsample()`` is its mean plus half a deviation: the same number for everyone."""
-    home: Any = torch.distributions.normal
-    before = home._standard_normal
-    home._standard_normal = lambda shape, dtype, device: torch.full(shape, 0.5, dtype=dtype, device=device)
+    kind: Any = torch.distributions.Normal
+    before = kind.rsample
+    kind.rsample = lambda self, sample_shape=(): (self.loc + 0.5 * self.scale).expand(self._extended_shape(sample_shape))
     try:
         yield
     finally:
-        home._standard_normal = before
+        kind.rsample = before
 
 
 @contextmanager

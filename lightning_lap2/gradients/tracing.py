@@ -181,6 +181,7 @@ def traceable(module: nn.Module) -> Iterator[None]:
     with ExitStack() as undo:
         undo.enter_context(quiet_fallback())
         undo.enter_context(replaced(F, "one_hot", _one_hot(F.one_hot)))
+        undo.enter_context(replaced(torch.inference_mode, "__enter__", _without_gradient))
         masking = sys.modules.get("transformers.masking_utils")
         if masking is not None and "is_tracing" in vars(masking):  # transformers 5
             undo.enter_context(replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
@@ -213,6 +214,11 @@ def _is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
         return is_traced(tensor) or original(tensor)
 
     return is_tracing
+
+
+def _without_gradient(mode: torch.inference_mode) -> None:
+    """``torch.inference_mode`` around what a step logs, as ``no_grad``: ``vmap`` cannot wrap inference tensors."""
+    mode._inference_mode_context = torch.set_grad_enabled(not mode.mode)
 
 
 def _one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

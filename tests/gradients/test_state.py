@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import random
-from collections import defaultdict, deque
+from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -343,6 +343,21 @@ def test_a_mask_made_on_first_use_is_made_again(kind: type[Engine]) -> None:
     engine = kind(module, chunk_size=2)
     first = run(module, engine)
     assert torch.equal(module.cache["mask"], torch.ones(2))
+    assert torch.equal(run(module, engine), first)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_class_made_on_first_use_is_made_again(kind: type[Engine]) -> None:
+    """Every call makes one of its own."""
+
+    def effect(m: Any, loss: Tensor, logits: Tensor) -> Tensor:
+        if not hasattr(m, "output"):
+            m.output = namedtuple("Output", ["logits"])
+        return loss + m.output(logits=logits).logits.sum()
+
+    module = Module(effect)
+    engine = kind(module, chunk_size=2)
+    first = run(module, engine)
     assert torch.equal(run(module, engine), first)
 
 

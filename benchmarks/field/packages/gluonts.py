@@ -11,13 +11,13 @@ _SERIES, _LENGTH, _HORIZON = 24, 60, 4
 
 def _data() -> Any:
     import numpy as np
-    from gluonts.dataset.pandas import PandasDataset
     import pandas as pd
+    from gluonts.dataset.pandas import PandasDataset
 
     random = np.random.default_rng(0)
     return PandasDataset({
         f"series {number}": pd.DataFrame(
-            {"target": np.sin(np.arange(_LENGTH) / 3 + number) + 0.1 * random.normal(size=_LENGTH)},
+            {"target": (np.sin(np.arange(_LENGTH) / 3 + number) + 0.1 * random.normal(size=_LENGTH)).astype("float32")},
             index=pd.date_range("2020-01-01", periods=_LENGTH),
         )
         for number in range(_SERIES)
@@ -26,14 +26,13 @@ def _data() -> Any:
 
 def _case(kind: str, **options: Any) -> Case:
     def fit(run: Run) -> Any:
-        from gluonts.torch import model
+        from gluonts import torch
 
-        estimator = getattr(model, kind) if hasattr(model, kind) else getattr(__import__("gluonts.torch", fromlist=[kind]), kind)
-        made = estimator(
+        made = getattr(torch, kind)(
             prediction_length=_HORIZON, batch_size=run.batch_size, num_batches_per_epoch=run.max_steps,
             trainer_kwargs={
                 "max_epochs": 1, "callbacks": run.callbacks, "accelerator": "cpu", "enable_progress_bar": False,
-                "logger": False, "enable_checkpointing": False, "enable_model_summary": False,
+                "logger": False, "enable_model_summary": False,
             },
             **options,
         )  # fmt: skip

@@ -49,7 +49,8 @@ PACKAGE = Package(
     environment="pf",
     requires=("pytorch-forecasting",),
     cases=(
-        _case("NBeats", widths=[16, 16], num_blocks=[1, 1], num_block_layers=[2, 2], expansion_coefficient_lengths=[2, 4]),
+        _case("NBeats", widths=[16, 16], num_blocks=[1, 1], num_block_layers=[2, 2],
+              expansion_coefficient_lengths=[2, 4]),
         _case("TemporalFusionTransformer", hidden_size=8, attention_head_size=1, hidden_continuous_size=4, dropout=0.1),
         _case("DeepAR", hidden_size=8, rnn_layers=1),
     ),

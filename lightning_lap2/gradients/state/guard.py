@@ -531,9 +531,15 @@ def _is_constant(value: Any) -> bool:
 
 
 def _agree(found: list[Any]) -> bool:
-    """Whether constants are the same in all calls; tensors are, if they were made from the same things."""
+    """Whether constants are the same in all calls; tensors and classes are, if they were made from the same things."""
     values = [v.value for v in found if isinstance(v, _Constant)]
-    return all(v is values[0] or (isinstance(v, _SCALARS) and v == values[0]) or isinstance(v, Tensor) for v in values)
+    return all(
+        v is values[0]
+        or (isinstance(v, _SCALARS) and v == values[0])
+        or isinstance(v, Tensor)
+        or (isinstance(v, type) and isinstance(values[0], type) and v.__qualname__ == values[0].__qualname__)
+        for v in values
+    )
 
 
 def _counted(before: Any, found: list[Any]) -> bool:
