@@ -347,6 +347,31 @@ def test_a_mask_made_on_first_use_is_made_again(kind: type[Engine]) -> None:
 
 
 @pytest.mark.parametrize("kind", ENGINES)
+def test_what_a_mask_was_made_for_comes_again_with_it(kind: type[Engine]) -> None:
+    """As temporal fusion transformers keep it; without a mask a later step would read what an earlier one left."""
+
+    def effect(m: Any, loss: Tensor, logits: Tensor) -> Tensor:
+        if len(logits) != m.scale:
+            m.mask = 2 * torch.ones(2) if m.masked else m.mask
+            m.scale = len(logits)
+        return loss + (logits * (1 if m.mask is None else m.mask)).sum()
+
+    module = Module(effect)
+    module.masked, module.scale = True, -1
+    module.register_buffer("mask", None)
+    engine = kind(module, chunk_size=2)
+    first = run(module, engine)
+    assert module.scale == 1
+    assert torch.equal(run(module, engine), first)
+    module = Module(effect)
+    module.masked, module.scale, module.mask = False, -1, None
+    engine = kind(module, chunk_size=2)
+    run(module, engine)
+    with pytest.raises(IsolationError, match=r"reads self\.scale"):
+        run(module, engine)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
 def test_a_metric_outside_the_modules_is_refused_by_name(kind: type[Engine]) -> None:
     module = Module(lambda m, loss, logits: m.cache["metric"].update(loss))
     module.cache["metric"] = MeanMetric()

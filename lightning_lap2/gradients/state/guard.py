@@ -10,7 +10,9 @@ An example's gradient must be a function of that example, the weights, and thing
 What the calls wrote is put together once they have all run, and held by the module as after one plain step: one
 entry, the mean of 0-dim tensors, the rows of others. Two things that a step wrote stay visible or come again, since
 they are the same whatever the records are: an attribute that grew by one in every call (a counter), and what was set
-where nothing or ``None`` was, from no example (a mask made on first use): the next call finds nothing there again.
+where nothing or ``None`` was, from no example (a mask made on first use): the next call finds nothing there again. So
+it is with a number or string that is replaced beside such a mask (the batch size that it was made for): the next call
+finds the one from before the fit, and makes the mask anew.
 
 Whether examples went into a tensor is known from :mod:`~lightning_lap2.gradients.marks`. What a step writes in places
 that :mod:`walk` does not reach (files, caches of ``functools``, objects of libraries) cannot be seen from here.
@@ -227,6 +229,8 @@ class StateGuard:
             memory.remember(self._nodes)
         self._running = False
         self._later: list[Any] = []
+        # whether a call made something where nothing was, and the constants that replaced others in the same batch
+        self._made, self._beside = False, list[tuple[Any, Any, Any, Any]]()
         self._contents = {
             (number, key): Content(value)
             for number, node in enumerate(self._nodes)
@@ -348,6 +352,11 @@ class StateGuard:
             node = self._nodes[number]
             counted = self._apply(node, shown[number], writes, value_of)
             grew |= {(id(node.live), key): node.live for key in counted}
+        for live, key, value, before in self._beside:
+            if self._made:
+                self.memory.show_again(live, key, value, before)
+            else:
+                self.memory.keep_back(live, key, value)
         self.memory.settle_counters(grew)
 
     def settle(self, value_of: Callable[[Sequence[Any]], Any]) -> None:
@@ -408,8 +417,11 @@ class StateGuard:
                 continue
             if _counted(before, found):
                 counted.append(key)
-            elif (before is GONE or before is None) and constant and _agree(found):
+            elif constant and _agree(found) and (before is GONE or before is None):
                 memory.show_again(node.live, key, value, before)
+                self._made = True
+            elif constant and _agree(found) and isinstance(before, _SCALARS) and isinstance(value, _SCALARS):
+                self._beside.append((node.live, key, value, before))
             else:
                 memory.keep_back(node.live, key, value)
                 _keep_back_inside(memory, value)
