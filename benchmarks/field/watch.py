@@ -58,6 +58,7 @@ def watchers(pl: ModuleType) -> Watchers:
             without_dropout(pl_module)
             # a copy, since a step may write to its module
             alone = copy.deepcopy(pl_module, {id(trainer): trainer})
+            alone._trainer = trainer  # left out of copies; its data module may have transfer hooks
             type(self)._want = plain_sum(alone, loader.dataset, loader.collate_fn)
             type(self).size = len(loader.dataset)
 
