@@ -79,12 +79,16 @@ def without_dropout(module: nn.Module) -> None:
                 setattr(part, name, 0.0)
 
 
+def _half_a_deviation(normal: Any, sample_shape: Any = ()) -> Tensor:
+    return (normal.loc + 0.5 * normal.scale).expand(normal._extended_shape(sample_shape))
+
+
 @contextmanager
 def without_noise() -> Iterator[None]:
     """``Normal(...).rsample()`` is its mean plus half a deviation: the same number for everyone."""
     kind: Any = torch.distributions.Normal
     before = kind.rsample
-    kind.rsample = lambda self, sample_shape=(): (self.loc + 0.5 * self.scale).expand(self._extended_shape(sample_shape))
+    kind.rsample = _half_a_deviation
     try:
         yield
     finally:

@@ -231,7 +231,8 @@ class StepRunner:
             return None
         if self._kept:
             self._latest = replay
-        output = replay.run()
+        with guard.replaying(traces):
+            output = replay.run()
         guard.settle(replay.value)
         return output
 

@@ -240,7 +240,7 @@ def _is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
     return is_tracing
 
 
-def _without_gradient(mode: torch.inference_mode) -> None:
+def _without_gradient(mode: Any) -> None:
     """``torch.inference_mode`` around what a step logs, as ``no_grad``: ``vmap`` cannot wrap inference tensors."""
     mode._inference_mode_context = torch.set_grad_enabled(not mode.mode)
 

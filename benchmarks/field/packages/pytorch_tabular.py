@@ -1,4 +1,4 @@
-"""pytorch-tabular: models of tables in ``TabularModel``, which builds loader, module and Trainer from configurations."""
+"""pytorch-tabular: models of tables in ``TabularModel``, which builds loader, module and Trainer from configs."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +34,15 @@ from torch import Tensor, nn
 from lightning_lap2.errors import IsolationError, UnsupportedModelError
 from lightning_lap2.gradients.marks import known_clean
 from lightning_lap2.gradients.physical import innermost
-from lightning_lap2.gradients.recorder import Deferred, Slot, Trace, Unlike
+from lightning_lap2.gradients.recorder import Deferred, LogEvent, MetricEvent, Slot, Trace, Unlike
 from lightning_lap2.gradients.state.content import Content
-from lightning_lap2.gradients.state.provenance import Provenance
+from lightning_lap2.gradients.state.provenance import Following, Provenance
 from lightning_lap2.gradients.state.walk import (
     GONE,
     Node,
     entries,
+    is_library,
+    is_same,
     kind,
     put,
     reached_by_name,
@@ -359,6 +362,43 @@ class StateGuard:
                 self.memory.keep_back(live, key, value)
         self.memory.settle_counters(grew)
 
+    @contextmanager
+    def replaying(self, traces: Sequence[Trace]) -> Iterator[None]:
+        """Inside, the recorded calls are made with values of the batch: what users' code leaves behind then holds
+        records, and no step may read it."""
+        roots = self._reached_by_replay(traces)
+        if not roots:
+            yield
+            return
+        nodes = walk(roots)
+        arrays = {id(v): Content(v) for n in nodes for v in n.items.values() if kind(v) == "array"}
+        with Following(self.memory.provenance, _unheard):
+            yield
+        for node in nodes:
+            now = {} if node.untouched() else entries(node.live)
+            changed = {k: v for k, v in now.items() if self._is_another(node, k, v)}
+            written = {k: v for k, v in node.items.items() if id(v) in arrays and arrays[id(v)].written()}
+            for key, value in (changed | written).items():
+                self.memory.withhold(node, key, value)
+                _keep_back_inside(self.memory, value)
+
+    def _is_another(self, node: Node, key: Any, value: Any) -> bool:
+        """Whether an entry is not what it was, nor clean; an equal number is another where the earlier was withheld."""
+        if isinstance(value, Tensor) and self.memory.provenance.is_clean(value):
+            return False
+        before = node.items.get(key, GONE)
+        return before is not value and not (is_same(before, value) and not self.memory.holds_records(node, key, before))
+
+    def _reached_by_replay(self, traces: Sequence[Trace]) -> list[tuple[str, Any]]:
+        """What the recorded calls may write: library metrics themselves, users' code whatever a step may reach."""
+        events = [event for trace in traces for event in trace.events.values()]
+        metrics = {id(event.metric): event.metric for event in events if isinstance(event, MetricEvent)}
+        owners = {id(event.owner): event.owner for event in events if isinstance(event, LogEvent)}
+        methods = [getattr(owner, name) for owner in owners.values() for name in ("log", "log_dict")]
+        parts = [type(part) for metric in metrics.values() for part in metric.modules()]
+        found = [("", metric) for metric in metrics.values()]
+        return found if all(map(is_library, [*methods, *parts])) else [*self.memory.roots, *found]
+
     def settle(self, value_of: Callable[[Sequence[Any]], Any]) -> None:
         """Once the recorded calls are made: gives values of metrics to the places that wait for them."""
         for live in self._later:
@@ -547,6 +587,10 @@ def _counted(before: Any, found: list[Any]) -> bool:
     return type(before) is int and all(
         isinstance(v, _Constant) and type(v.value) is int and v.value == before + 1 for v in found
     )
+
+
+def _unheard() -> None:
+    """A number was read: what changes is withheld whatever it is."""
 
 
 def _withheld(name: str) -> Withheld:
