@@ -24,7 +24,8 @@ trained on made-up data as their documentation shows, once plainly and once with
 users would. Then, without noise and with every record in the batch, the released gradient was compared with the sum of
 plain gradients of the records, one at a time (*error*: the largest, relative to the largest entry). *Engine* is what
 `engine="auto"` took; *private* is the time of a step as a multiple of the plain step's on the same machine (two cores,
-small models: what each step costs at all counts more here than in real training). The callback that was handed over
+which other work may have shared: *load* is the machine's own count of processes that wanted to run; and small models,
+where what each step costs at all counts more than in real training). The callback that was handed over
 must have counted every release, whatever the package did with it.
 """
 
@@ -41,7 +42,7 @@ def results() -> dict[tuple[str, str], dict[str, Any]]:
 
 def page() -> str:
     known = results()
-    lines = [INTRODUCTION, "| package | model | outcome | engine | plain step | private | error |", "|---" * 7 + "|"]
+    lines = [INTRODUCTION, "| package | model | outcome | engine | plain step | private | load | error |", "|---" * 8 + "|"]
     found = [(package, [known[key] for case in package.cases if (key := (package.name, case.model)) in known])
              for package in packages().values()]  # fmt: skip
     for _, rows in found:
@@ -54,11 +55,12 @@ def page() -> str:
 
 
 def _row(result: dict[str, Any]) -> str:
-    plain, private, error = result["plain"], result["private"], result["error"]
+    plain, private, load, error = result["plain"], result["private"], result["load"], result["error"]
     return (
         f"| {result['package']} {result['version']} | {result['model']} | {result['outcome']} | "
         f"{result['engine'] or '–'} | {_milliseconds(plain)} | "
-        f"{f'{private / plain:.1f} ×' if plain and private else '–'} | {'–' if error is None else f'{error:.0e}'} |"
+        f"{f'{private / plain:.1f} ×' if plain and private else '–'} | "
+        f"{'–' if load is None else f'{load:.0f}'} | {'–' if error is None else f'{error:.0e}'} |"
     )
 
 

@@ -37,6 +37,7 @@ class Result:
         engine: that ran, as the report names it.
         releases: that the callback handed to the package counted; ``None`` where it saw no fit.
         plain, private: median seconds per step.
+        load: of the machine over the last minute, when these were measured.
         error: largest error of the released gradient, all records in one batch and no noise, against the sum of plain
             ones; ``None`` where it was not compared.
     """
@@ -55,6 +56,7 @@ class Result:
     releases: int | None = None
     plain: float | None = None
     private: float | None = None
+    load: float | None = None
     error: float | None = None
     not_compared: str = ""
 
@@ -82,6 +84,7 @@ def run(package: Package, case: Case) -> Result:
         result = replace(result, plain=fit())
         callback = privacy.Lap2Privacy(eps=8.0, delta=1e-5, **case.options)
         result = replace(result, private=fit(callback), releases=callback.steps, engine=callback.report().engine)
+        result = replace(result, load=os.getloadavg()[0])
         if not callback.steps:
             raise AssertionError("the callback that was handed over counted no release")
         if case.compared:

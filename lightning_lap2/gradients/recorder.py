@@ -200,14 +200,16 @@ def _metric_alone(unused: nn.Module, live: nn.Module, args: Any, kwargs: Any) ->
 
     Args:
         unused: the metric as it was before the fit.
-        live: as the step has it now. What is no state of it is taken over: the step may have set it (a scale, say) in
-            this call; what an earlier call left there is withheld from it as from the step.
+        live: as the step has it now. Its numbers, texts and tensors that are no states are taken over, since a hook or
+            the step may have set them (a scale, say). What an earlier batch left there is withheld from the step: there
+            the metric is as if it had seen nothing.
     """
     fresh = copy.deepcopy(unused)
     for part, now in zip(fresh.modules(), live.modules(), strict=True):
         if isinstance(part, Metric):
             part.reset()
-            vars(part).update({k: v for k, v in vars(now).items() if k not in part._defaults and k not in _OF_EVERY})
+            taken = vars(now).keys() - part._defaults.keys() - _OF_EVERY
+            vars(part).update({k: vars(now)[k] for k in taken if isinstance(vars(now)[k], _SETTINGS)})
             part._enable_grad = True
     tensor = next((leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)), None)
     if tensor is not None:
@@ -234,6 +236,7 @@ class _Plain(Metric):
 
 
 _OF_EVERY = {*vars(_Plain()), "forward", "reset"}  # the latter are shadowed while tracing
+_SETTINGS = (Tensor, Number, str, int, float, bool, type(None))
 _RETURNED = (Tensor, Number, Deferred, str, int, float, bool)
 
 

@@ -33,7 +33,7 @@ def _case(kind: str, name: str | None = None, refused: str | None = None, **opti
             trainer_config=TrainerConfig(
                 batch_size=run.batch_size, max_epochs=-(-run.max_steps * run.batch_size // _ROWS),
                 accelerator="cpu", progress_bar="none", early_stopping=None, checkpoints=None, load_best=False,
-                trainer_kwargs={"enable_model_summary": False, "logger": False, "limit_val_batches": 0},
+                trainer_kwargs={"enable_model_summary": False, "limit_val_batches": 0},
             ),
             verbose=False,
         )  # fmt: skip
