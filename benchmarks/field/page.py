@@ -42,7 +42,11 @@ def results() -> dict[tuple[str, str], dict[str, Any]]:
 
 def page() -> str:
     known = results()
-    lines = [INTRODUCTION, "| package | model | outcome | engine | plain step | private | load | error |", "|---" * 8 + "|"]
+    lines = [
+        INTRODUCTION,
+        "| package | model | outcome | engine | plain step | private | load | error |",
+        "|---" * 8 + "|",
+    ]
     found = [(package, [known[key] for case in package.cases if (key := (package.name, case.model)) in known])
              for package in packages().values()]  # fmt: skip
     for _, rows in found:

@@ -74,9 +74,10 @@ def without_dropout(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
-        for name in ("dropout", "dropout_p", "drop_prob"):
-            if isinstance(getattr(part, name, None), float):
-                setattr(part, name, 0.0)
+        for holder in (part, getattr(part, "config", None)):
+            for name, value in list(getattr(holder, "__dict__", {}).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(holder, name, 0.0)
 
 
 def _half_a_deviation(normal: Any, sample_shape: Any = ()) -> Tensor:
@@ -123,6 +124,7 @@ def plain_sum(module: Any, dataset: Any, collate: Any) -> dict[str, Tensor]:
 
 def largest_error(module: Any, want: Mapping[str, Tensor], size: int) -> float:
     """Of the released mean against ``want / size``, relative to the largest entry of the latter."""
+    want = {name: gradient for name, gradient in want.items() if gradient.numel()}
     scale = max(float(g.abs().max()) for g in want.values()) / size
     if not scale:
         raise AssertionError("all plain gradients are zero")

@@ -308,7 +308,9 @@ def test_a_metric_as_the_loss_has_what_was_set_for_it(kind: type[Engine]) -> Non
     engine, x, y = kind(module), torch.ones(3, 6), torch.arange(3)
     module.error.scale = 3.0
     engine.accumulate(StepCall(((x, y), 0), 3), layout, FlatClipper(1e6), total)
-    own = [3 * (module.net(x[k : k + 1])[:, 0] - y[k]).square().mean() + module.net(x[k : k + 1]).sum() for k in range(3)]
+    own = [
+        3 * (module.net(x[k : k + 1])[:, 0] - y[k]).square().mean() + module.net(x[k : k + 1]).sum() for k in range(3)
+    ]
     want = torch.autograd.grad(sum(own), layout.parameters, allow_unused=True)  # type: ignore[arg-type]
     flat = torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten()
                       for p, g in zip(layout.parameters, want, strict=True)])  # fmt: skip

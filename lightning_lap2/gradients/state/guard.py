@@ -2,8 +2,8 @@
 
 An example's gradient must be a function of that example, the weights, and things that hold no records. So inside a step
 
-* only clean state is visible. What an earlier step left behind, and what hooks computed from batches, is withheld:
-  reading it raises, naming the attribute; writing over it, or appending to a list that holds it, is allowed;
+* only clean state is visible. What an earlier step or its metrics left behind, and what hooks computed from batches, is
+  withheld: reading it raises, naming the attribute; writing over it, or appending to a list that holds it, is allowed;
 * every call of the step (per chunk under ``vmap``, per example under ``"loop"``) finds the same state as the first;
 * parameters, buffers, other tensors and arrays must not be written in place: noticed by content, whatever the way.
 
