@@ -43,5 +43,5 @@ def with_group_norm(model: Any) -> Any:
         if found.layer.startswith("BatchNorm"):
             home, _, name = found.path.rpartition(".")
             channels = model.get_submodule(found.path).num_features
-            setattr(model.get_submodule(home), name, torch.nn.GroupNorm(math.gcd(8, channels), channels))
+            setattr(model.get_submodule(home), name, torch.nn.GroupNorm(math.gcd(4, channels // 2), channels))
     return model
