@@ -20,14 +20,14 @@ class Run:
         callbacks: for the package's own argument. A plain fit has them, too: they take times.
         batch_size: of the train loader.
         max_steps: optimizer steps; a case may give whole epochs of at least as many.
+        compares: whether gradients are compared. Where a network has millions of kinks, a case may then train in
+            float64: in float32 two ways to compute one activation may fall on two sides of one.
     """
 
     callbacks: list[Any]
     batch_size: int
     max_steps: int
-
-
-Fetch = Callable[[Any, int], Any]
+    compares: bool = False
 
 
 @dataclass(frozen=True)

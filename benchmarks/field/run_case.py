@@ -75,9 +75,9 @@ def run(package: Package, case: Case) -> Result:
         torch.__version__, pl.__version__, "failed", not_compared=case.why_not,
     )  # fmt: skip
 
-    def fit(*callbacks: Any, batch_size: int = case.batch_size, steps: int = STEPS) -> float | None:
+    def fit(*callbacks: Any, batch_size: int = case.batch_size, steps: int = STEPS, compares: bool = False) -> Any:
         torch.manual_seed(0)
-        case.fit(Run([*callbacks, watch.times()], batch_size, steps))
+        case.fit(Run([*callbacks, watch.times()], batch_size, steps, compares))
         return watch.times.take()
 
     try:
@@ -90,7 +90,7 @@ def run(package: Package, case: Case) -> Result:
         if case.compared:
             exact = privacy.Lap2Privacy(eps="inf", noise_multiplier=0.0, max_grad_norm=1e9, **case.options)
             with without_noise():
-                fit(exact, watch.gradients(), batch_size=case.records, steps=1)
+                fit(exact, watch.gradients(), batch_size=case.records, steps=1, compares=True)
             result = replace(result, error=watch.gradients.error)
             if watch.gradients.error is None or not watch.gradients.error <= TOLERANCE:
                 raise AssertionError(f"gradients are off by {watch.gradients.error}")

@@ -13,8 +13,10 @@ GROUP_NORM = "a loop that puts `nn.GroupNorm` where `lightning_lap2.suggest(mode
 def trainer(run: Run, **options: Any) -> Any:
     import lightning as L
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     length = {"max_steps": run.max_steps, "max_epochs": -1}
+    if run.compares:
+        quiet["precision"] = "64-true"
     return L.Trainer(
         callbacks=run.callbacks, accelerator="cpu", enable_model_summary=False, **length | quiet | options
     )  # fmt: skip
@@ -30,7 +32,7 @@ def image(seed: int, side: int, channels: int = 3) -> Any:
     """``[C, H, W]`` in [0, 1)."""
     import torch
 
-    return torch.rand(channels, side, side, generator=random(seed))
+    return torch.rand(channels, side, side, generator=random(seed), dtype=torch.float32)
 
 
 def with_group_norm(model: Any) -> Any:

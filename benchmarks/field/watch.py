@@ -59,7 +59,8 @@ def watchers(pl: ModuleType) -> Watchers:
             # a copy, since a step may write to its module
             alone = copy.deepcopy(pl_module)
             alone.trainer = trainer  # copies have none
-            type(self)._want = plain_sum(alone, loader.dataset, loader.collate_fn)
+            with trainer.precision_plugin.train_step_context():
+                type(self)._want = plain_sum(alone, loader.dataset, loader.collate_fn)
             type(self).size = len(loader.dataset)
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -113,7 +114,8 @@ def plain_sum(module: Any, dataset: Any, collate: Any) -> dict[str, Tensor]:
         warnings.simplefilter("ignore")
         for index in range(len(dataset)):
             module.zero_grad(set_to_none=True)
-            output = module.training_step(module._apply_batch_transfer_handler(collate(fetch([index]))), 0)
+            batch = module.trainer.precision_plugin.convert_input(collate(fetch([index])))
+            output = module.training_step(module._apply_batch_transfer_handler(batch), 0)
             loss = output["loss"] if isinstance(output, Mapping) else output
             loss.reshape(()).backward()
             for name, parameter in module.named_parameters():

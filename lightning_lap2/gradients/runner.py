@@ -22,7 +22,12 @@ from lightning_lap2.gradients.replay import Replay
 from lightning_lap2.gradients.reseeding import reseeding_refused
 from lightning_lap2.gradients.state import StateGuard, StateMemory
 from lightning_lap2.gradients.stepcall import StepCall
-from lightning_lap2.gradients.tracing import batch_dimension_kept, batch_statistics_refused, refuse_layers
+from lightning_lap2.gradients.tracing import (
+    batch_dimension_kept,
+    batch_statistics_refused,
+    refuse_batch_norm,
+    refuse_layers,
+)
 from lightning_lap2.gradients.values import Reading
 from lightning_lap2.gradients.withheld import Withheld
 
@@ -204,17 +209,19 @@ class StepRunner:
                 and what to use instead.
         """
         refuse_layers(self.module, vmapped=False)
+        if self.memory is None:
+            self.memory = StateMemory(self.module)
+        if "eval" not in self.memory.names:
+            refuse_batch_norm(self.module)
         batch = call.examples
         if layout is not self._layout:
             # what an engine can do depends on what trains
             self._layout, self._first, self._settled = layout, {}, set()
-        if self.memory is None:
-            self.memory = StateMemory(self.module)
         guard = StateGuard(self.memory)
         entropy = Entropy(call.key)
         traced: list[tuple[Sequence[int], Traced]] = []
         try:
-            with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
+            with self._recorder.shadowing(), batch_statistics_refused(self.module), torch.enable_grad():
                 for group, places in zip(batch.groups, batch.order, strict=True):
                     step = UserStep(
                         self.module, call, places, self._recorder, guard, self._forward, entropy, layout.device

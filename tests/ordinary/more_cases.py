@@ -61,6 +61,14 @@ def distillation(m: Any, batch: Any) -> Tensor:
     return F.cross_entropy(logits, y) + 4 * F.kl_div(F.log_softmax(logits / 2, -1), soft, reduction="batchmean")
 
 
+def frozen_backbone(m: Any, batch: Any) -> Tensor:
+    x, y = batch
+    m.backbone.eval()  # Lightning has called .train() on everything
+    with torch.no_grad():
+        features = m.backbone(x)
+    return F.cross_entropy(m.net(features), y)
+
+
 def vector_quantised(m: Any, batch: Any) -> Tensor:
     x, _ = batch
     z = m.net(x)
@@ -314,6 +322,11 @@ MORE_CASES: dict[str, Case] = {
         _with(
             metrics=lambda: MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)]), mean=lambda: MeanMetric()
         ),
+    ),
+    "backbone frozen in the step": Case(
+        frozen_backbone,
+        CLASSES,
+        lambda: {"backbone": nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)).requires_grad_(False), **_linear()()},
     ),
     "logged in inference mode": Case(inference_mode, CLASSES, _linear()),
     "metric set up in the step": Case(metric_set_up, REAL, lambda: {**_linear(1)(), "loss": Scaled()}),
