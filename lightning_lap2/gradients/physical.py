@@ -4,14 +4,15 @@ Inside ``vmap`` a tensor that differs between examples is a wrapper around a *ph
 dimension as well; where it lies is known to the wrapper alone. :func:`apart` and :func:`whole` look through it, and
 :func:`outside` leaves ``vmap`` for a moment, so that one call of torch serves all examples at once.
 
-Nothing here is documented by torch. ``tests/gradients/test_physical.py`` says by name what is missing, or means
-something else, under another version.
+Nothing here is documented by torch. An engine is refused where a name that it needs is missing (:func:`check_torch`);
+``tests/gradients/test_physical.py`` says by name what is missing, or means something else, under another version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,51 @@ import torch._functorch.eager_transforms
 import torch.utils.checkpoint
 from torch import Tensor
 
+from lightning_lap2.errors import UnsupportedModelError
+
 _C: Any = torch._C._functorch
+
+_VMAP = (
+    "_C._functorch._set_vmap_fallback_warning_enabled",
+    "_functorch.autograd_function.VmapInfo",
+    # torch.func.debug_unwrap looks it up; torch 2.6 has neither
+    *(["_functorch.eager_transforms.get_unwrapped"] if hasattr(torch.func, "debug_unwrap") else []),
+)
+_GHOST = (
+    *("_C._functorch." + name for name in ("maybe_get_level", "maybe_get_bdim", "_add_batch_dim")),
+    *("_C._functorch." + name for name in ("pop_dynamic_layer_stack", "push_dynamic_layer_stack")),
+    *("_VF." + cell for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in (kind, kind + "_cell")),
+    *("utils.checkpoint." + name for name in ("_checkpoint_without_reentrant_generator", "CheckpointFunction")),
+    *("nn.modules.module." + name for name in ("_global_backward_hooks", "_global_backward_pre_hooks")),
+)
+NAMES = {"vmap": _VMAP, "ghost": _VMAP + _GHOST}
+"""What each engine that works inside ``vmap`` needs of torch's private names. Those that every engine needs are looked
+up below, when this module is imported."""
+
+
+@cache
+def missing(engine: str) -> tuple[str, ...]:
+    """The private names that an engine needs and this torch lacks."""
+    return tuple(f"torch.{name}" for name in NAMES[engine] if not _has(torch, name.split(".")))
+
+
+def _has(owner: Any, path: list[str]) -> bool:
+    return not path or (hasattr(owner, path[0]) and _has(getattr(owner, path[0]), path[1:]))
+
+
+def check_torch(engine: str) -> None:
+    """Refuses an engine where torch lacks a private name that it needs: what the name guards would pass unseen.
+
+    Raises:
+        UnsupportedModelError: naming what is missing; ``engine="auto"`` goes on to the next.
+    """
+    absent = missing(engine)
+    if absent:
+        raise UnsupportedModelError(
+            f"engine={engine!r} needs {', '.join(absent)}, which torch {torch.__version__} does not have. Use "
+            "engine='loop', which needs none of them, or a version of torch that docs/versions.md names"
+        )
+
 
 current_level: Callable[[], int | None] = _C.maybe_current_level
 """The number of ``torch.func`` transforms that the running code is in; ``None`` for none."""
@@ -29,41 +74,48 @@ is_wrapped: Callable[[Any], bool] = _C.is_functorch_wrapped_tensor
 """Whether a tensor is inside any ``torch.func`` transform."""
 
 
+unwrapped: Callable[[Tensor], Tensor] = _C.get_unwrapped
+"""What is under the outermost wrapper of a tensor."""
+
+_is_wrapper_of_vmap: Callable[[Tensor], bool] = _C.is_batchedtensor
+
+
 def innermost(tensor: Tensor) -> Tensor:
     """The physical tensor under all wrappers."""
     while is_wrapped(tensor):
-        tensor = _C.get_unwrapped(tensor)
+        tensor = unwrapped(tensor)
     return tensor
 
 
 def is_batched(value: Any) -> bool:
     """Whether ``value`` differs between the examples of the innermost ``vmap``, and of no other transform inside it."""
-    return (
-        isinstance(value, Tensor)
-        and _C.is_batchedtensor(value)
-        and _C.maybe_get_level(value) == _C.maybe_current_level()
-    )
+    return isinstance(value, Tensor) and _is_wrapper_of_vmap(value) and _C.maybe_get_level(value) == current_level()
 
 
 def carries_batch(tensor: Tensor) -> bool:
     """Whether a tensor differs between the examples of any ``vmap``."""
     while is_wrapped(tensor):
-        if _C.is_batchedtensor(tensor):
+        if _is_wrapper_of_vmap(tensor):
             return True
-        tensor = _C.get_unwrapped(tensor)
+        tensor = unwrapped(tensor)
     return False
+
+
+def is_escape(error: Exception) -> bool:
+    """Whether torch refused a tensor that an earlier ``vmap`` had wrapped."""
+    return isinstance(error, RuntimeError) and "escaped from inside a function being vmapped" in str(error)
 
 
 def apart(tensor: Tensor) -> Tensor:
     """The physical tensor ``[B, *shape]`` of a batched one of this ``shape``; only where :func:`is_batched`."""
-    physical: Tensor = _C.get_unwrapped(tensor)
+    physical = unwrapped(tensor)
     dim = _C.maybe_get_bdim(tensor)
     return physical if dim == 0 else physical.movedim(dim, 0)
 
 
 def whole(physical: Tensor) -> Tensor:
     """The inverse of :func:`apart`, for the innermost ``vmap``."""
-    batched: Tensor = _C._add_batch_dim(physical, 0, _C.maybe_current_level())
+    batched: Tensor = _C._add_batch_dim(physical, 0, current_level())
     return batched
 
 
