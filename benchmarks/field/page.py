@@ -22,7 +22,8 @@ This page is written by `make field` (`python -m benchmarks.field`). Packages th
 loader or training loop were installed as they are, each group in an environment of its own, and small models of them
 trained on made-up data as their documentation shows, once plainly and once with `Lap2Privacy` handed over as their
 users would. Then, without noise and with every record in the batch, the released gradient was compared with the sum of
-plain gradients of the records, one at a time (*error*: the largest, relative to the largest entry). *Engine* is what
+plain gradients of the records, one at a time (*error*: the largest, relative to the largest entry; where it is below
+1e-8, in float64, since in float32 two ways to compute an activation may fall on two sides of a kink). *Engine* is what
 `engine="auto"` took; *private* is the time of a step as a multiple of the plain step's on the same machine (two cores,
 which other work may have shared: *load* is the machine's own count of processes that wanted to run; and small models,
 where what each step costs at all counts more than in real training). The callback that was handed over
