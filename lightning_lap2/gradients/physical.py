@@ -101,6 +101,11 @@ def carries_batch(tensor: Tensor) -> bool:
     return False
 
 
+def is_escape(error: Exception) -> bool:
+    """Whether torch refused a tensor that an earlier ``vmap`` had wrapped."""
+    return isinstance(error, RuntimeError) and "escaped from inside a function being vmapped" in str(error)
+
+
 def apart(tensor: Tensor) -> Tensor:
     """The physical tensor ``[B, *shape]`` of a batched one of this ``shape``; only where :func:`is_batched`."""
     physical = unwrapped(tensor)

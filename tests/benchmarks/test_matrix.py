@@ -35,7 +35,8 @@ def test_the_rows_hold_every_lower_end_and_every_python_that_pyproject_names() -
     project = load_project()
     for row in ROWS:
         pins(project, row)
-    named = {line.split()[-1] for line in project["classifiers"] if line.startswith("Programming Language :: Python ::")}
+    python = "Programming Language :: Python ::"
+    named = {line.split()[-1] for line in project["classifiers"] if line.startswith(python)}
     assert {row.python for row in ROWS} == named - {"3"}
 
 
