@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.examples.conftest import AVERAGES
+
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
@@ -97,6 +99,7 @@ def test_vit_weights_come_out_of_an_onnx_file_as_they_went_in(example: Example, 
         load(tmp_path / "vit.onnx", 10)
 
 
+@AVERAGES
 @pytest.mark.parametrize("tune", ["head", "lora"])
 def test_table2_vit(example: Example, vit: str, images: str, tune: str, capsys: pytest.CaptureFixture[str]) -> None:
     table = example("table2_vit")
