@@ -179,6 +179,7 @@ def test_table3_features_are_the_encoder_s_and_each_record_s_own(example: Exampl
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=0.03)  # bfloat16 has 8 bits
 
 
+@AVERAGES
 @pytest.mark.parametrize("tune", ["head", "lora", "full"])
 def test_table3(example: Example, encoder: str, sentences: str, pairs: str, tune: str) -> None:
     table = example("table3")
