@@ -597,7 +597,8 @@ def test_checkpoint_loads_as_weights_only(sixteen: Path) -> None:
 
 
 @pytest.mark.skipif(
-    "weights_only" not in inspect.signature(pl.Trainer.fit).parameters, reason="this Lightning has no fit(weights_only=)"
+    "weights_only" not in inspect.signature(pl.Trainer.fit).parameters,
+    reason="this Lightning has no fit(weights_only=)",
 )
 def test_resumes_from_weights_only(sixteen: Path) -> None:
     callback = Lap2Privacy(**GIVEN)
