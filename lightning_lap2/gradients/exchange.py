@@ -44,7 +44,8 @@ class Exchange:
         self._group = torch.distributed.new_group(backend="gloo") if apart else None
         # number of the meeting, what is asked for
         self._word = torch.zeros(2, dtype=torch.int64)
-        self._words = torch.zeros(2 * self._ranks, dtype=torch.int64)
+        self._words = torch.zeros(self._ranks, 2, dtype=torch.int64)
+        self._said = list(self._words)
         self._open = self._lost = False
         self._meetings = 0
 
@@ -113,8 +114,8 @@ class Exchange:
             return [own]
         with _disable_current_modes(), functorch_left():  # what follows the examples' values has no business here
             self._word.numpy()[:] = self._meetings, own
-            torch.distributed.all_gather_into_tensor(self._words, self._word, group=self._group)
-            told = self._words.numpy().reshape(-1, 2).tolist()
+            torch.distributed.all_gather(self._said, self._word, group=self._group)
+            told = self._words.numpy().tolist()  # by numpy, since a step's tensors may not be read
         if any(meeting != self._meetings for meeting, _ in told):
             self._lost = True
             raise OtherRankError("the ranks have come to different steps; please report this")

@@ -150,14 +150,24 @@ class ParameterLayout:
 
 
 def make_layout(module: nn.Module) -> ParameterLayout:
-    """The layout of a module, whole on every rank or sharded by ``fully_shard``.
+    """The layout of a module, whole on every rank or sharded by ``fully_shard``, whose weights are in shards then.
 
     Raises:
         UnsupportedSettingError: parameters are sharded in another way, by name.
     """
-    sharding: Any = sys.modules.get("torch.distributed.tensor")  # loaded by whoever shards
-    if sharding is None or not any(isinstance(p, sharding.DTensor) for p in module.parameters()):
+    reshard(module)
+    tensors: Any = sys.modules.get("torch.distributed.tensor")  # loaded by whoever shards
+    if tensors is None or not any(isinstance(p, tensors.DTensor) for p in module.parameters()):
         return ParameterLayout(module)
     from lightning_lap2.gradients.sharding import ShardedLayout, Sharding
 
     return ShardedLayout(module, Sharding(module))
+
+
+def reshard(module: nn.Module) -> None:
+    """Layers of ``fully_shard`` that something outside a step has gathered hold their shards again: after a forward
+    pass the outermost keeps its weights whole, as parameters that are others."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for layer in module.modules() if hasattr(fsdp, "FSDPModule") else ():
+        if isinstance(layer, fsdp.FSDPModule):
+            layer.reshard()

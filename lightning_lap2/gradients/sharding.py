@@ -307,6 +307,7 @@ class ShardedLayout(ParameterLayout):
         return self._sharding.contributions
 
     def again(self, module: nn.Module) -> ParameterLayout:
+        self._sharding.rest()
         return ShardedLayout(module, self._sharding)
 
     def meeting(self, total: Tensor | None = None) -> AbstractContextManager[None]:

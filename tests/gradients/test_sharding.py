@@ -115,6 +115,20 @@ def test_the_layout_knows_the_whole_and_its_part() -> None:
     assert type(make_layout(Net(shard=False))) is ParameterLayout
 
 
+def test_what_a_forward_pass_has_gathered_is_in_shards_again() -> None:
+    """The outermost layer keeps its weights whole, as parameters that would be taken for replicated ones."""
+    module, mesh = Net(shard=False), init_device_mesh("cpu", (1,))
+    fully_shard(module, mesh=mesh)
+    module(batch()[0])
+    assert not any(isinstance(p, DTensor) for p in module.parameters())
+    layout = make_layout(module)
+    assert isinstance(layout, ShardedLayout) and layout.own == 26
+    module(batch()[0])
+    assert layout.again(module).own == 26
+    module(batch()[0])
+    assert summed(module, "ghost").numel() == 26
+
+
 def test_an_engine_that_gave_up_after_a_part_was_added_is_not_repeated() -> None:
     """What was added to other ranks' shards cannot be taken back."""
 

@@ -36,12 +36,23 @@ def trainer(ranks: Ranks, *callbacks: Any, **options: Any) -> Any:
     return quiet_trainer(pl, *callbacks, **{**parallel, **options})
 
 
-def train(ranks: Ranks, module: Any, *callbacks: Any, accumulate: int = 1, data: Any = None, **settings: Any) -> Result:
+def train(
+    ranks: Ranks,
+    module: Any,
+    *callbacks: Any,
+    accumulate: int = 1,
+    data: Any = None,
+    validated: bool = False,
+    **settings: Any,
+) -> Result:
     """No noise, and every record in every step: nothing but the number of ranks differs from a run in one process."""
     callback = Lap2Privacy(**{"eps": math.inf, "noise_multiplier": 0.0, "max_grad_norm": 0.7, **settings})
     fit = trainer(ranks, callback, *callbacks, max_epochs=2, accumulate_grad_batches=accumulate)
     loader = sentences(8, 8 // ranks.number // accumulate) if data is None else data
-    fit.fit(module, loader)
+    validation = [sentences(4, 2)] if validated else []
+    for held_out in validation:
+        fit.validate(module, held_out, verbose=False)
+    fit.fit(module, loader, *validation)
     return {
         "weights": whole_weights(module),
         "engine": callback.report().engine,
@@ -63,10 +74,24 @@ def frozen_base(ranks: Ranks) -> Result:
     return found
 
 
+class Unfreezing(pl.callbacks.BaseFinetuning):  # type: ignore[name-defined, misc]
+    """All of a block trains from the second epoch on."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        pass
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            for parameter in module.model.blocks[1].parameters():
+                parameter.requires_grad_(True)
+
+
 def trained_shards(ranks: Ranks) -> Result:
     """Weights that are sharded and train."""
     found = {engine: train(ranks, Sharded("all", double=True), engine=engine) for engine in ("ghost", "vmap", "loop")}
     found["fp32"] = train(ranks, Sharded("all"))
+    found["validated"] = train(ranks, Sharded("all", double=True), validated=True)
+    found["unfrozen"] = train(ranks, Sharded("head", double=True), Unfreezing(), validated=True)
     # one record a rank and part, for which the ghost engine has another way where weights are whole
     found["by one"] = train(ranks, Sharded("all", double=True), accumulate=8 // ranks.number)
     found["accumulated"] = train(ranks, Sharded("head", double=True), accumulate=2)
@@ -83,7 +108,7 @@ def trained_shards(ranks: Ranks) -> Result:
     found["a penalty on shards"] = train(ranks, Sharded("all", double=True, beside=block_penalty), engine="vmap")
     found["a penalty"] = train(ranks, Sharded("all", double=True, beside=lambda m: m.model.head.weight.square().sum()))
     found["repeated"] = train(ranks, Sharded("all", double=True, net={"repeated": True}))
-    for engine in ("ghost", "vmap", "loop"):
+    for engine in ("ghost", "loop"):
         found[f"unused {engine}"] = train(ranks, Sharded("all", double=True, net={"unused": True}), engine=engine)
     for engine in ("ghost", "loop"):
         net = {"checkpointed": True, "repeated": True}
@@ -133,7 +158,7 @@ def low_precision(ranks: Ranks) -> Result:
         ("mixed", {}, "bf16-mixed"),
         ("policy", {"mp_policy": policy}, "32-true"),
     ):
-        for trained in ("lora", "all"):
+        for trained in ("lora", "all") if name == "policy" else ("all",):
             callback = Lap2Privacy(eps=math.inf, noise_multiplier=0.0, max_grad_norm=0.7)
             module = Sharded(trained, **(options if ranks.number > 1 else {}))
             trainer(ranks, callback, max_epochs=2, precision=precision).fit(module, sentences(8, 8 // ranks.number))
@@ -166,8 +191,8 @@ def noise_once(ranks: Ranks) -> Result:
 def empty_draws(ranks: Ranks) -> Result:
     """About one record a rank, so that in many steps some ranks drew nothing; with logs that wait for each other."""
     found = {}
-    for trained in ("lora", "all"):
-        for engine in ("ghost", "loop"):
+    for trained, engines in (("lora", ("ghost",)), ("all", ("ghost", "loop"))):
+        for engine in engines:
             callback, spy = Lap2Privacy(eps=8.0, engine=engine, noise_seed=1), part_spy(pl)
             module = Sharded(trained, synchronised=True)
             fit = trainer(ranks, callback, spy, max_steps=8, max_epochs=-1)
@@ -226,8 +251,11 @@ def steps_refused(ranks: Ranks) -> Result:
         module.model.blocks[0].unshard()
 
     found = {}
-    for beside in (full_tensor, local, block_penalty, gathered, unsharded):
-        for engine in ("auto", "loop"):
+    for engine, asked in (
+        ("auto", (block_penalty, gathered)),
+        ("loop", (full_tensor, local, block_penalty, unsharded)),
+    ):
+        for beside in asked:
             module = Sharded("all", beside=beside)
             found[f"{beside.__name__} {engine}"] = message_of(ranks, module, engine=engine)
     return found

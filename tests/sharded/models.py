@@ -215,6 +215,9 @@ class Sharded(pl.LightningModule):  # type: ignore[name-defined, misc]
             loss = loss + more
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.model(batch[0]).square().mean(), sync_dist=True)
+
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters(), lr=self.rate)
 

@@ -80,7 +80,7 @@ def test_without_noise_ranks_end_with_the_weights_of_one_process(
 def test_engines_and_ways_of_sharding_agree(several: dict[int, Job]) -> None:
     """So the one process is no oracle of its own: three engines, and shardings that compute the same."""
     found = several[2].results("trained_shards", 2)[0]
-    for name in ("vmap", "loop", "chunks", "kept after forward", "one group"):
+    for name in ("vmap", "loop", "validated", "chunks", "kept after forward", "one group"):
         torch.testing.assert_close(found[name]["weights"], found["ghost"]["weights"], rtol=0, atol=1e-10)
     moved = found["ghost"]["weights"] - jobs.whole_weights(Sharded("all", double=True))
     assert float(moved.abs().max()) > 1e-3
