@@ -5,6 +5,7 @@
 #   make check   ruff and mypy
 #   make docs    the site, into docs/_build/html; warnings are errors, links are checked, the tutorial is executed
 #   make dist    wheel and sdist into dist/, checked, installed and tried in an empty environment
+#   make field   packages that bring their own module or loader, trained privately (environments in .venv-field)
 #   make matrix  the suite at the ends of the ranges that pyproject.toml states, in environments of up to 6 GB each in the
 #                system's temporary folder, over an hour; docs/versions.md is written from it
 #   make bench   step time and memory against plain Lightning and other libraries
@@ -16,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test matrix check docs dist bench models clean
+.PHONY: demo test matrix check docs dist bench models field clean
 
 $(VENV)/.runtime: pyproject.toml
 	@echo "setting up $(VENV) (a few minutes the first time)"
@@ -70,5 +71,9 @@ bench: $(VENV)/.bench
 models: $(VENV)/.dev
 	$(BIN)/python -m tests.zoo.table
 
+# docs/packages.md; each package in an environment of its group. FIELD="--only darts" runs one
+field:
+	$(PYTHON) -m benchmarks.field $(FIELD)
+
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_logs
+	rm -rf $(VENV) .venv-field build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_logs

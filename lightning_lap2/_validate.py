@@ -2,7 +2,7 @@
 
 A wrong type is a ``TypeError``, a wrong value a ``ValueError``, and the message names the argument, its value and the
 legal set. What concerns more than one value, or an object, is a ``check_...`` where the object is known
-(docs/design.md, "Words"). No torch here: accounting uses it too.
+(docs/decisions.md, "One word for each kind of check"). No torch here: accounting uses it too.
 """
 
 from __future__ import annotations

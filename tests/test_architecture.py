@@ -14,6 +14,7 @@ import pytest
 from torch import Tensor, nn
 
 import lightning_lap2
+from lightning_lap2 import errors
 from lightning_lap2.choices import (
     MECHANISMS,
     Bound,
@@ -250,3 +251,10 @@ def test_only_what_is_exported_is_registered_from_outside() -> None:
         ("lightning_lap2.gradients.ghost", "register_ghost_rule"),
     ]:
         assert name in import_module(package).__all__
+
+
+def test_every_error_can_be_caught_by_a_public_name() -> None:
+    assert set(errors.__all__) <= set(lightning_lap2.__all__)
+    assert set(errors.__all__) == {name for name, found in vars(errors).items() if isinstance(found, type)}
+    for name in errors.__all__:
+        assert getattr(lightning_lap2, name) is getattr(errors, name)

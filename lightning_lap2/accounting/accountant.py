@@ -11,7 +11,7 @@ from lightning_lap2 import _validate
 from lightning_lap2.accounting.budget import most_steps
 from lightning_lap2.accounting.composition import Composition
 from lightning_lap2.accounting.forecast import EpsilonForecast, build_forecast
-from lightning_lap2.accounting.release import Release, check_pair, warn_if_unsound
+from lightning_lap2.accounting.release import Release, known_pair, warn_if_unsound
 from lightning_lap2.accounting.routes.best import best_delta, best_epsilon, orders_epsilon
 from lightning_lap2.accounting.routes.moments import Array, renyi_divergences
 from lightning_lap2.accounting.routes.orders import Orders
@@ -51,7 +51,7 @@ class MajorizedAccountant:
     """
 
     def __init__(self, bound: str = "tight", mechanism: str = "laplace") -> None:
-        self.mechanism, self.bound = check_pair(mechanism, bound)
+        self.mechanism, self.bound = known_pair(mechanism, bound)
         self._ledger: dict[Release, int] = {}
         self._steps = 0
         warn_if_unsound(self.bound)

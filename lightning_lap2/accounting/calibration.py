@@ -10,7 +10,7 @@ from typing import Any
 from lightning_lap2 import _validate
 from lightning_lap2.accounting.accountant import MajorizedAccountant
 from lightning_lap2.accounting.budget import least_multiplier
-from lightning_lap2.accounting.release import Release, check_pair
+from lightning_lap2.accounting.release import Release, known_pair
 
 
 def calibrate_noise_multiplier(
@@ -57,7 +57,7 @@ def calibrate_noise_multiplier(
         >>> f"{m:.3f}"
         '1.456'
     """
-    mechanism, bound = check_pair(mechanism, bound)
+    mechanism, bound = known_pair(mechanism, bound)
     eps, delta, steps = (
         _validate.non_negative("eps", eps),
         _validate.probability("delta", delta),

@@ -19,7 +19,7 @@ class UnsoundBoundWarning(UserWarning):
     """The bound asked for reproduces a published formula that does not bound the privacy loss."""
 
 
-def check_pair(mechanism: object, bound: object) -> tuple[str, Bound]:
+def known_pair(mechanism: object, bound: object) -> tuple[str, Bound]:
     """Return the (mechanism, bound) pair if it is supported, else raise.
 
     Raises:

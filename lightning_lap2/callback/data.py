@@ -18,7 +18,9 @@ from lightning_lap2.sampling import (
     RecordedBatchSampler,
     UnitBatchSampler,
     Units,
+    by_record,
     check_loader,
+    inner,
     peek,
     provably_once,
 )
@@ -99,6 +101,7 @@ class TrainingData:
         records_per_unit: int = 1,
     ) -> None:
         self._accumulate, self.views, self._skip_errors = accumulate, views * records_per_unit, skip_errors
+        loader = by_record(loader)
         self.sampler: PoissonBatchSampler | RecordedBatchSampler | None
         if sampling == "poisson":
             if unit is not None and isinstance(getattr(loader, "dataset", None), IterableDataset):
@@ -107,7 +110,7 @@ class TrainingData:
                     "does not have; use a map-style data set (__getitem__ and __len__)"
                 )
             check_loader(loader)
-            units = None if unit is None else Units.of(loader.dataset, unit)
+            units = None if unit is None else Units.of(inner(loader.dataset), unit)
             size, ranks = _batch_size(loader), {"accumulate": accumulate, "rank": rank, "world_size": world_size}
             if units is None:
                 self.sampler = PoissonBatchSampler(
@@ -132,7 +135,7 @@ class TrainingData:
                 batches_per_epoch=self._batches,
                 once_per_pass=True,
                 num_records=None if units is None else units.num_records,
-                rows=index_digest(loader.dataset),
+                rows=index_digest(inner(loader.dataset)),
                 ids="" if units is None else units.digest,
             )
         else:
@@ -172,7 +175,7 @@ class TrainingData:
             sample_rate=1.0,
             batches_per_epoch=self._batches,
             once_per_pass=not iterable,
-            rows=index_digest(loader.dataset),
+            rows=index_digest(inner(loader.dataset)),
         )
 
     def peek(self, count: int) -> tuple[ExampleBatch, Any] | None:

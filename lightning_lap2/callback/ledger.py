@@ -11,19 +11,17 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_lap2 import _validate
 from lightning_lap2.accounting import MajorizedAccountant, Release
-from lightning_lap2.callback.adaptive import check_state
+from lightning_lap2.callback.adaptive import threshold_state
 from lightning_lap2.callback.branches import Found, search
+from lightning_lap2.callback.facts import RunFacts
 from lightning_lap2.callback.journal import Charge, Journal, Origin
 from lightning_lap2.callback.plan import KeptPlan
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.choices import SAMPLINGS
-
-if TYPE_CHECKING:
-    from lightning_lap2.callback.reporting import RunFacts
 
 STATE_VERSION = 3
 _NEW_IN_3: dict[str, Any] = {"unprotected": [], "runs": {}, "elsewhere": 0, "changes": [], "logged": {}}
@@ -104,7 +102,7 @@ class Ledger:
         return text if before > self.releases and self.add_caveat(text) else None
 
     def add_caveat(self, text: str) -> bool:
-        """Whether it is new."""
+        """Notes ``text`` for the report; False where it was noted before."""
         if text in self.caveats:
             return False
         self.caveats.append(text)
@@ -277,7 +275,7 @@ class Ledger:
             plan, journal = KeptPlan.from_dict(dict(state["plan"])), state["journal"]
             if unknown := sorted(state.keys() - self.state_dict().keys()):
                 raise ValueError(f"unknown entries {unknown}")
-            clipping = check_state(dict(state["clipping"]))
+            clipping = threshold_state(dict(state["clipping"]))
             unprotected = _validate.texts("unprotected", state["unprotected"])
             elsewhere = _validate.integer("elsewhere", state["elsewhere"], minimum=0)
             logged = {str(name): _validate.real(name, value) for name, value in dict(state["logged"]).items()}

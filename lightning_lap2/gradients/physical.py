@@ -35,7 +35,7 @@ _GHOST = (
     *("_C._functorch." + name for name in ("maybe_get_level", "maybe_get_bdim", "_add_batch_dim")),
     *("_C._functorch." + name for name in ("pop_dynamic_layer_stack", "push_dynamic_layer_stack")),
     *("_VF." + cell for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in (kind, kind + "_cell")),
-    *("utils.checkpoint." + name for name in ("_checkpoint_without_reentrant_generator", "CheckpointFunction")),
+    "utils.checkpoint.CheckpointFunction",
     *("nn.modules.module." + name for name in ("_global_backward_hooks", "_global_backward_pre_hooks")),
 )
 NAMES = {"vmap": _VMAP, "ghost": _VMAP + _GHOST}
@@ -45,8 +45,11 @@ up below, when this module is imported."""
 
 @cache
 def missing(engine: str) -> tuple[str, ...]:
-    """The private names that an engine needs and this torch lacks."""
-    return tuple(f"torch.{name}" for name in NAMES[engine] if not _has(torch, name.split(".")))
+    """What an engine needs of torch's private parts and this torch lacks: names, and checkpoints made plain."""
+    absent = [f"torch.{name}" for name in NAMES[engine] if not _has(torch, name.split("."))]
+    if engine == "ghost" and not absent and not _checkpoints_are_plain():
+        absent.append("a torch.utils.checkpoint that can be made to call its function once")
+    return tuple(absent)
 
 
 def _has(owner: Any, path: list[str]) -> bool:
@@ -224,9 +227,30 @@ def plain_checkpoints() -> Iterator[None]:
             return function(*args)
 
     with ExitStack() as undo:
-        undo.enter_context(replaced(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", generator))
+        for name in _GENERATORS:
+            if hasattr(torch.utils.checkpoint, name):
+                undo.enter_context(replaced(torch.utils.checkpoint, name, generator))
         undo.enter_context(replaced(torch.utils.checkpoint, "CheckpointFunction", Reentrant))
         yield
+
+
+_GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+"""What ``torch.utils.checkpoint`` calls; torch 2.14 has both and calls the second."""
+
+
+def _checkpoints_are_plain() -> bool:
+    """Whether :func:`plain_checkpoints` does what it says: a name may still be there and no longer be called."""
+    runs: list[None] = []
+
+    def function(x: Tensor) -> Tensor:
+        runs.append(None)
+        return x.exp()
+
+    with torch.enable_grad(), plain_checkpoints():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        for reentrant in (True, False):
+            torch.utils.checkpoint.checkpoint(function, x, use_reentrant=reentrant).backward()
+    return len(runs) == 2
 
 
 @contextmanager

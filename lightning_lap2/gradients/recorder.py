@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
@@ -87,6 +88,13 @@ class Deferred:
         """The metric at the root, for messages."""
         found = [leaf.what for leaf in leaves_of(self.held) if isinstance(leaf, Deferred)]
         return found[0] if found else "a metric"
+
+    @property
+    def device(self) -> torch.device:
+        """That of the tensors which it is computed from; the CPU where there are none."""
+        assert self._live is not None
+        found = (leaf.device for leaf in leaves_of(self._live) if isinstance(leaf, Tensor | Deferred))
+        return next(found, torch.device("cpu"))
 
     def __getitem__(self, key: Any) -> Deferred:
         return Deferred(self.trace, operator.getitem, (self, key), {})
@@ -169,7 +177,7 @@ class MetricValue(Deferred):
                 "parameters, was made after the fit began, or cannot be copied): use its functional form in the loss"
             )
         assert self._live is not None
-        return _metric_alone(self.unused, *self._live)
+        return _metric_alone(self.unused, self.event.metric, *self._live)
 
     def keys(self) -> list[str]:
         if isinstance(self.event.metric, MetricCollection):
@@ -187,12 +195,21 @@ def _returned(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise AssertionError("a metric's value is looked up, not computed")
 
 
-def _metric_alone(unused: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a metric that has seen nothing returns for one example, with its graph; inside ``vmap`` as well."""
+def _metric_alone(unused: nn.Module, live: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a metric that has seen nothing returns for one example, with its graph; inside ``vmap`` as well.
+
+    Args:
+        unused: the metric as it was before the fit.
+        live: as the step has it now. Its numbers, texts and tensors that are no states are taken over, since a hook or
+            the step may have set them (a scale, say). What an earlier batch left there is withheld from the step: there
+            the metric is as if it had seen nothing.
+    """
     fresh = copy.deepcopy(unused)
-    for part in fresh.modules():
+    for part, now in zip(fresh.modules(), live.modules(), strict=True):
         if isinstance(part, Metric):
             part.reset()
+            taken = vars(now).keys() - part._defaults.keys() - _OF_EVERY
+            vars(part).update({k: vars(now)[k] for k in taken if isinstance(vars(now)[k], _SETTINGS)})
             part._enable_grad = True
     tensor = next((leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)), None)
     if tensor is not None:
@@ -208,6 +225,18 @@ def _metric_alone(unused: nn.Module, args: Any, kwargs: Any) -> Any:
     return fresh.compute()  # type: ignore[operator]
 
 
+class _Plain(Metric):
+    """A metric with nothing of its own."""
+
+    def update(self) -> None:
+        pass
+
+    def compute(self) -> None:
+        pass
+
+
+_OF_EVERY = {*vars(_Plain()), "forward", "reset"}  # the latter are shadowed while tracing
+_SETTINGS = (Tensor, Number, str, int, float, bool, type(None))
 _RETURNED = (Tensor, Number, Deferred, str, int, float, bool)
 
 
@@ -393,9 +422,15 @@ def _copied(metric: nn.Module) -> nn.Module | None:
         return None
 
 
+def _signature(kind: type[Any], method: str) -> inspect.Signature:
+    """Of ``log`` or ``log_dict`` as Lightning has it: an override may hand on ``*args`` and ``**kwargs``."""
+    own = [inspect.signature(vars(base)[method]) for base in kind.__mro__ if method in vars(base)]
+    return next((found for found in own if {"name", "dictionary"} & found.parameters.keys()), own[0])
+
+
 def _arguments(owner: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a log call by name."""
-    bound = inspect.signature(getattr(type(owner), method)).bind(owner, *args, **kwargs)
+    bound = _signature(type(owner), method).bind(owner, *args, **kwargs)
     named: dict[str, Any] = {}
     for name, parameter in list(bound.signature.parameters.items())[1:]:
         if name in bound.arguments:

@@ -27,7 +27,12 @@ from lightning_lap2.gradients.replay import Replay
 from lightning_lap2.gradients.reseeding import reseeding_refused
 from lightning_lap2.gradients.state import StateGuard, StateMemory
 from lightning_lap2.gradients.stepcall import StepCall
-from lightning_lap2.gradients.tracing import batch_dimension_kept, batch_statistics_refused, refuse_layers
+from lightning_lap2.gradients.tracing import (
+    batch_dimension_kept,
+    batch_statistics_refused,
+    refuse_batch_norm,
+    refuse_layers,
+)
 from lightning_lap2.gradients.values import Reading
 from lightning_lap2.gradients.withheld import Withheld
 
@@ -212,15 +217,22 @@ class StepRunner:
                 and what to use instead.
         """
         refuse_layers(self.module, vmapped=False)
+        if self.memory is None:
+            self.memory = StateMemory(self.module)
+        if "eval" not in self.memory.names:
+            refuse_batch_norm(self.module)
         if layout is not self._layout:
             # what an engine can do depends on what trains
             self._layout, self._first, self._settled = layout, {}, set()
         layout.begin_pass()
-        if self.memory is None:
-            self.memory = StateMemory(self.module)
         guard = StateGuard(self.memory)
         try:
-            with layout.meeting(total), self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
+            with (
+                layout.meeting(total),
+                self._recorder.shadowing(),
+                batch_statistics_refused(self.module),
+                torch.enable_grad(),
+            ):
                 traced = self._groups(call, guard, layout, clipper, total if call.count else None)
         except BaseException:
             guard.abandon()
@@ -233,7 +245,8 @@ class StepRunner:
             return None
         if self._kept:
             self._latest = replay
-        output = replay.run()
+        with guard.replaying(traces):
+            output = replay.run()
         mark_outside(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         guard.settle(replay.value)
         return output

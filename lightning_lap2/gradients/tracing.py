@@ -40,7 +40,8 @@ def is_traced(value: Any) -> bool:
 
 
 def refuse_layers(module: nn.Module, *, vmapped: bool) -> list[nn.Module]:
-    """Raises for layers that mix examples, that write what no noise protects, or that ``vmap`` cannot run.
+    """Raises for layers that mix examples, that write what no noise protects, or that ``vmap`` cannot run; for
+    BatchNorm see :func:`refuse_batch_norm`.
 
     Returns all layers, as :func:`layers_of`.
 
@@ -53,9 +54,32 @@ def refuse_layers(module: nn.Module, *, vmapped: bool) -> list[nn.Module]:
             continue
         reason = layer_refusal(layer, vmapped=vmapped)
         if reason is not None:
-            name = next(name for name, found in module.named_modules() if found is layer)
-            raise UnsupportedModelError(f"{type(layer).__name__} {name!r} {reason}")
+            raise _refused(module, layer, reason)
     return layers
+
+
+def refuse_batch_norm(module: nn.Module) -> None:
+    """Raises for a BatchNorm in train mode. Where a step switches modes itself, :func:`batch_statistics_refused` sees
+    what it is called with.
+
+    Raises:
+        UnsupportedModelError: naming the layer and what to use instead.
+    """
+    for layer in layers_of(module):
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+            raise _refused(module, layer, _BATCH_NORM)
+
+
+_BATCH_NORM = (
+    "normalises by statistics of the batch, so each example's gradient depends on the others, and keeps "
+    "running statistics that no noise protects: replace it by nn.GroupNorm, or freeze it with .eval() "
+    "(in on_train_epoch_start, since Lightning calls .train(), or in the step) where it has running statistics"
+)
+
+
+def _refused(module: nn.Module, layer: nn.Module, reason: str) -> UnsupportedModelError:
+    name = next(name for name, found in module.named_modules() if found is layer)
+    return UnsupportedModelError(f"{type(layer).__name__} {name!r} {reason}")
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
@@ -76,18 +100,14 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-_REFUSABLE = (_BatchNorm, _InstanceNorm, _SpectralNorm, nn.Embedding, nn.EmbeddingBag)
+_REFUSABLE = (nn.SyncBatchNorm, _InstanceNorm, _SpectralNorm, nn.Embedding, nn.EmbeddingBag)
 """The classes that :func:`layer_refusal` looks at."""
 
 
 def layer_refusal(layer: nn.Module, *, vmapped: bool) -> str | None:
     """Why this layer, in its present mode, cannot be trained privately; ``None`` where it can."""
-    if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
-        return (
-            "normalises by statistics of the batch, so each example's gradient depends on the others, and keeps "
-            "running statistics that no noise protects: replace it by nn.GroupNorm, or freeze it with .eval() "
-            "(in on_train_epoch_start, since Lightning calls .train()) where it has running statistics"
-        )
+    if isinstance(layer, nn.SyncBatchNorm) and layer.training:
+        return _BATCH_NORM  # with several ranks it has kernels of its own
     if isinstance(layer, _InstanceNorm) and layer.track_running_stats and layer.training:
         return (
             "writes running statistics of the data that no noise protects: use track_running_stats=False or "
@@ -108,21 +128,21 @@ def layer_refusal(layer: nn.Module, *, vmapped: bool) -> str | None:
 
 
 @contextmanager
-def batch_statistics_refused() -> Iterator[None]:
-    """Inside, the functional forms of what :func:`refuse_layers` refuses raise too.
+def batch_statistics_refused(module: nn.Module) -> Iterator[None]:
+    """Inside, the functional forms of what :func:`refuse_layers` and :func:`refuse_batch_norm` refuse raise too.
 
     A custom layer may call ``F.batch_norm`` itself; its kernel writes the running statistics without counting it as a
     write, so nothing else would notice.
     """
     before = torch.batch_norm, torch.instance_norm
-    torch.batch_norm, torch.instance_norm = map(_no_batch_statistics, before)
+    torch.batch_norm, torch.instance_norm = (_no_batch_statistics(original, module) for original in before)
     try:
         yield
     finally:
         torch.batch_norm, torch.instance_norm = before
 
 
-def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _no_batch_statistics(original: Callable[..., Tensor], module: nn.Module) -> Callable[..., Tensor]:
     name = original.__name__
 
     def norm(*args: Any, **kwargs: Any) -> Tensor:
@@ -132,13 +152,40 @@ def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tenso
         if uses_own and name == "batch_norm" and args[3] is None and known_clean(args[0]):
             return original(*args, **kwargs)  # of a weight: standardised by its own statistics
         if uses_own and (name == "batch_norm" or args[3] is not None):
+            layers = (m for m in layers_of(module) if isinstance(m, _BatchNorm) and m.running_mean is args[3])
+            if args[3] is not None and (layer := next(layers, None)) is not None:
+                raise _refused(module, layer, _BATCH_NORM)
             raise UnsupportedModelError(
                 f"F.{name} is called with the batch's statistics: it mixes examples or writes running statistics that "
                 "no noise protects. Use F.group_norm, or training=False with statistics that do not change"
             )
+        if name == "batch_norm" and len(args) == 9 and _is_miscounted(args[0]):
+            return _by_known_statistics(*args[:5], eps=args[7])
         return original(*args, **kwargs)
 
     return norm
+
+
+def _is_miscounted(x: Tensor) -> bool:
+    """Whether torch's kernel may give a wrong gradient.
+
+    For a batch of one the stride of the leading dimension says nothing, so layers write anything there (``flatten`` and
+    ``transpose`` behind a stem, as in XCiT and LeViT). The CPU's backward kernel takes an output gradient in channels
+    last with such a stride for one of another layout (torch 2.13.0 and 2.14.1: gradients wrong by their own size).
+    """
+    return x.dim() > 3 and x.shape[0] == 1 and x.device.type == "cpu"
+
+
+def _by_known_statistics(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, *, eps: float
+) -> Tensor:
+    """``F.batch_norm`` in evaluation: x ``[1, C, ...]``, the others ``[C]``."""
+    over = (...,) + (None,) * (x.dim() - 2)
+    scale = torch.rsqrt(var + eps)
+    if weight is not None:
+        scale = scale * weight
+    y = (x - mean[over]) * scale[over]
+    return (y if bias is None else y + bias[over]).to(x.dtype)
 
 
 @contextmanager
@@ -181,6 +228,7 @@ def traceable(module: nn.Module) -> Iterator[None]:
     with ExitStack() as undo:
         undo.enter_context(quiet_fallback())
         undo.enter_context(replaced(F, "one_hot", _one_hot(F.one_hot)))
+        undo.enter_context(replaced(torch.inference_mode, "__enter__", _without_gradient))
         masking = sys.modules.get("transformers.masking_utils")
         if masking is not None and "is_tracing" in vars(masking):  # transformers 5
             undo.enter_context(replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
@@ -213,6 +261,11 @@ def _is_tracing(original: Callable[..., bool]) -> Callable[..., bool]:
         return is_traced(tensor) or original(tensor)
 
     return is_tracing
+
+
+def _without_gradient(mode: Any) -> None:
+    """``torch.inference_mode`` around what a step logs, as ``no_grad``: ``vmap`` cannot wrap inference tensors."""
+    mode._inference_mode_context = torch.set_grad_enabled(not mode.mode)
 
 
 def _one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

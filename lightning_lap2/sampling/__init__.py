@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lightning_lap2.sampling.alone import ExampleLoader, peek
-from lightning_lap2.sampling.loaders import check_loader, provably_once, rebuild_loader
+from lightning_lap2.sampling.by_list import inner
+from lightning_lap2.sampling.loaders import by_record, check_loader, provably_once, rebuild_loader
 from lightning_lap2.sampling.parts import Part
 from lightning_lap2.sampling.poisson import PoissonBatchSampler
 from lightning_lap2.sampling.recorded import RecordedBatchSampler
@@ -16,7 +17,9 @@ __all__ = [
     "RecordedBatchSampler",
     "UnitBatchSampler",
     "Units",
+    "by_record",
     "check_loader",
+    "inner",
     "peek",
     "provably_once",
     "rebuild_loader",

@@ -16,6 +16,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from lightning_lap2.sampling.by_list import ByList, CollateByList, inner
 from lightning_lap2.sampling.repeats import refuse_repeats
 
 _PLAIN = "shuffle=True, shuffle=False or a DistributedSampler"
@@ -44,7 +45,7 @@ def check_loader(loader: object) -> None:
     """
     loader = _map_style(loader)
     size = _length(loader)
-    refuse_repeats(loader.dataset)
+    refuse_repeats(inner(loader.dataset))
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler:
         raise TypeError(
@@ -52,6 +53,22 @@ def check_loader(loader: object) -> None:
             f"Poisson sampling would discard it. Use batch_size with {_PLAIN}"
         )
     _check_sampler(batches.sampler, size)
+
+
+def by_record(loader: Any) -> Any:
+    """``loader``; one that asks its data set for lists of indices (``sampler=BatchSampler(...), batch_size=None``) as
+    one that asks for the same indices record by record, see :mod:`~lightning_lap2.sampling.by_list`."""
+    if not isinstance(loader, DataLoader) or type(loader.sampler) is not BatchSampler or loader.batch_size is not None:
+        return loader
+    if loader.batch_sampler is not None or _iterates_by_itself(type(loader)):
+        return loader
+    return DataLoader(
+        ByList(loader.dataset),
+        batch_sampler=loader.sampler,
+        collate_fn=CollateByList(loader.dataset, loader.collate_fn),
+        worker_init_fn=loader.worker_init_fn,
+        **worker_settings(loader),
+    )
 
 
 def rebuild_loader(
@@ -109,7 +126,7 @@ def provably_once(loader: object, world_size: int) -> None:
     """
     known = _map_style(loader)
     _length(known)
-    refuse_repeats(known.dataset)
+    refuse_repeats(inner(known.dataset))
     batches = known.batch_sampler
     if type(batches) is not BatchSampler:
         reason: str | None = f"the batch_sampler is a {_name(batches)}, which may repeat examples"
@@ -133,9 +150,11 @@ def provably_once(loader: object, world_size: int) -> None:
 def _map_style(loader: object) -> DataLoader[Any]:
     """``loader`` if it is a ``DataLoader`` that reads a map-style data set by a batch sampler, in order."""
     if not isinstance(loader, DataLoader):
-        raise TypeError(f"the train loader must be one torch.utils.data.DataLoader, got {_name(loader)}")
-    kind = type(loader)
-    if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
+        raise TypeError(
+            f"the train loader must be one torch.utils.data.DataLoader, got {_name(loader)}: at which rate it draws "
+            "a record is not known. Use a DataLoader over a data set with __getitem__ and __len__"
+        )
+    if _iterates_by_itself(type(loader)):
         raise TypeError(
             f"the train loader {_name(loader)} iterates in its own way (it overrides __iter__ or "
             "_get_iterator), so its batches cannot be replaced or counted. Use a plain DataLoader"
@@ -148,13 +167,17 @@ def _map_style(loader: object) -> DataLoader[Any]:
     if loader.batch_sampler is None:
         raise ValueError(
             "the train loader has batch_size=None, so it has no batches to draw. Use batch_size=k with a "
-            "data set of single examples"
+            "data set of single examples, or sampler=BatchSampler(...) with one that takes lists of indices"
         )
     if not getattr(loader, "in_order", True):
         raise ValueError(
             "the train loader has in_order=False: batches would arrive apart from their counts. Use in_order=True"
         )
     return loader
+
+
+def _iterates_by_itself(kind: type[DataLoader[Any]]) -> bool:
+    return kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator
 
 
 def _length(loader: DataLoader[Any]) -> int:

@@ -109,7 +109,7 @@ def make_callback(base: type[Lap2Core], folder: Path, limit: RunLimit, **setting
     return privacy
 
 
-def check_ended(privacy: SearchRun, score: Any) -> float:
+def score_of(privacy: SearchRun, score: Any) -> float:
     """The score of a run that has ended, as a float.
 
     No message tells a value: an error is seen by whoever is to see the best run alone.

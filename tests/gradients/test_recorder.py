@@ -270,7 +270,7 @@ def test_a_metric_as_the_loss_knows_nothing_of_earlier_batches(kind: type[Engine
     class Regression(Step):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             x, y = batch
-            return self.error(self.net(x)[:, 0], y * 0.0)
+            return self.error(self.net(x)[:, 0], y.float())
 
     torch.manual_seed(0)
     module = Regression(None)
@@ -280,9 +280,41 @@ def test_a_metric_as_the_loss_knows_nothing_of_earlier_batches(kind: type[Engine
     for _ in range(2):
         totals.append(layout.zeros())
         engine.accumulate(call, layout, FlatClipper(1.0), totals[-1])
-        module.error.seen += 5.0  # what an update with other records may leave
+        assert module.error.seen  # what the update with the whole batch left
     assert float(totals[0].norm()) > 0
     assert torch.equal(totals[0], totals[1])
+
+
+@pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])
+def test_a_metric_as_the_loss_has_what_was_set_for_it(kind: type[Engine]) -> None:
+    """In a hook, or in the step itself."""
+
+    class Scaled(MeanSquaredError):
+        scale, shift = 1.0, 0.0
+
+        def compute(self) -> Tensor:
+            return super().compute() * self.scale + self.shift
+
+    class Regression(Step):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            self.error.shift = self.net(x).sum()
+            return self.error(self.net(x)[:, 0], y.float())
+
+    torch.manual_seed(0)
+    module = Regression(None)
+    module.error = Scaled()
+    layout, total = ParameterLayout(module), ParameterLayout(module).zeros()
+    engine, x, y = kind(module), torch.ones(3, 6), torch.arange(3)
+    module.error.scale = 3.0
+    engine.accumulate(StepCall(((x, y), 0), 3), layout, FlatClipper(1e6), total)
+    own = [
+        3 * (module.net(x[k : k + 1])[:, 0] - y[k]).square().mean() + module.net(x[k : k + 1]).sum() for k in range(3)
+    ]
+    want = torch.autograd.grad(sum(own), layout.parameters, allow_unused=True)  # type: ignore[arg-type]
+    flat = torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten()
+                      for p, g in zip(layout.parameters, want, strict=True)])  # fmt: skip
+    torch.testing.assert_close(total, flat)
 
 
 @pytest.mark.parametrize("kind", [LoopEngine, VmapEngine])

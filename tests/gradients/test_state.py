@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import random
-from collections import defaultdict, deque
+from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_lap2.errors import IsolationError
 from lightning_lap2.gradients import Engine, ParameterLayout, StepCall, UnsupportedModelError
@@ -332,6 +332,85 @@ def test_writing_for_some_examples_only_is_refused_by_name() -> None:
         run(Module(effect), LoopEngine)
 
 
+class Keeping(Metric):
+    """Keeps more than its states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.largest, self.calls, self.history, self.array = 1.0, 1, [1.0], np.ones(1)
+        self.untouched = 1.0
+
+    def update(self, logits: Tensor) -> None:
+        self.total += logits.square().sum()  # in place: the tensor is the one that was there before
+        self.largest = float(logits.max())
+        self.history.append(self.largest)
+        self.array[0] = self.largest
+        self.calls += 1
+        GLOBAL_DICT["largest"] = self.largest
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+GLOBAL_DICT: dict[str, float] = {}
+
+LEFT_BY_A_METRIC: dict[str, Callable[[Any], Any]] = {
+    "a state": lambda metric: metric.total,
+    "a number": lambda metric: metric.largest,
+    "a count": lambda metric: metric.calls,
+    "a list": lambda metric: sum(metric.history),
+    "an array": lambda metric: float(metric.array[0]),
+    "a global": lambda metric: GLOBAL_DICT["largest"],
+}
+
+
+def _reads_a_metric(read: Callable[[Any], Any]) -> Callable[..., Any]:
+    def effect(m: Any, loss: Tensor, logits: Tensor) -> Tensor:
+        weight = read(m.metric) + m.metric.untouched
+        m.metric.update(logits)
+        return loss * weight
+
+    return effect
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("what", LEFT_BY_A_METRIC)
+def test_what_a_metric_left_when_it_saw_the_batch_is_not_read(kind: type[Engine], what: str) -> None:
+    GLOBAL_DICT["largest"] = 1.0
+    module: Any = Module(_reads_a_metric(LEFT_BY_A_METRIC[what]))
+    module.metric = Keeping()
+    engine = kind(module)
+    run(module, engine)
+    with pytest.raises(IsolationError, match="total|largest|calls|history|array"):
+        run(module, engine)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_what_an_own_log_left_is_not_read(kind: type[Engine]) -> None:
+    class Logging(Module):
+        last, first = 1.0, 1.0
+
+        def log(self, name: str, value: Any) -> None:
+            self.last = float(value)
+
+        def log_dict(self, values: Any) -> None: ...
+
+    def effect(m: Any, loss: Tensor, logits: Tensor) -> Tensor:
+        weight = m.last if m.reads else m.first
+        m.log("loss", loss)
+        return loss * weight
+
+    module: Any = Logging(effect)
+    module.reads = False
+    engine = kind(module)
+    first = run(module, engine)
+    assert torch.equal(run(module, engine), first)
+    module.reads = True
+    with pytest.raises(IsolationError, match=r"self\.last"):
+        run(module, engine)
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_mask_made_on_first_use_is_made_again(kind: type[Engine]) -> None:
     def effect(m: Any, loss: Tensor, logits: Tensor) -> Tensor:
@@ -344,6 +423,46 @@ def test_a_mask_made_on_first_use_is_made_again(kind: type[Engine]) -> None:
     first = run(module, engine)
     assert torch.equal(module.cache["mask"], torch.ones(2))
     assert torch.equal(run(module, engine), first)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_class_made_on_first_use_is_made_again(kind: type[Engine]) -> None:
+    """Every call makes one of its own."""
+
+    def effect(m: Any, loss: Tensor, logits: Tensor) -> Tensor:
+        if not hasattr(m, "output"):
+            m.output = namedtuple("Output", ["logits"])
+        return loss + m.output(logits=logits).logits.sum()
+
+    module = Module(effect)
+    engine = kind(module, chunk_size=2)
+    first = run(module, engine)
+    assert torch.equal(run(module, engine), first)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_what_a_mask_was_made_for_comes_again_with_it(kind: type[Engine]) -> None:
+    """As temporal fusion transformers keep it; without a mask a later step would read what an earlier one left."""
+
+    def effect(m: Any, loss: Tensor, logits: Tensor) -> Tensor:
+        if len(logits) != m.scale:
+            m.mask = 2 * torch.ones(2) if m.masked else m.mask
+            m.scale = len(logits)
+        return loss + (logits * (1 if m.mask is None else m.mask)).sum()
+
+    module = Module(effect)
+    module.masked, module.scale = True, -1
+    module.register_buffer("mask", None)
+    engine = kind(module, chunk_size=2)
+    first = run(module, engine)
+    assert module.scale == 1
+    assert torch.equal(run(module, engine), first)
+    module = Module(effect)
+    module.masked, module.scale, module.mask = False, -1, None
+    engine = kind(module, chunk_size=2)
+    run(module, engine)
+    with pytest.raises(IsolationError, match=r"reads self\.scale"):
+        run(module, engine)
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_lap2.gradients import StepCall, UnsupportedModelError
 from lightning_lap2.gradients.clipping import FlatClipper
+from lightning_lap2.gradients.ghost.engine import GhostEngine
 from lightning_lap2.gradients.loop import LoopEngine
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.tracing import way_through
@@ -243,3 +244,31 @@ def test_dropout_differs_between_examples(kind: Any) -> None:
     batch = (torch.ones(4, 3), torch.arange(4))
     masks.append(kind(module).accumulate(StepCall((batch, 0), 4), layout, FlatClipper(1.0), layout.zeros())["kept"])
     assert len({tuple(row.tolist()) for row in masks[0]}) == 4
+
+
+class Stem(nn.Module):
+    """As vision models start that treat what their convolutions found as tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.out = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8).eval(), nn.Linear(8, 5)
+        self.norm.running_mean, self.norm.running_var = torch.randn(8), torch.rand(8) + 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = self.norm(self.conv(batch[0])).flatten(2).transpose(1, 2)
+        return self.out(F.layer_norm(tokens, (8,))).tanh().sum()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", [GhostEngine, VmapEngine, LoopEngine])
+def test_known_statistics_of_a_batch_of_one(kind: Any, count: int) -> None:
+    """The CPU's backward kernel is wrong for one example whose gradient has an unlucky layout; for two it is right."""
+    torch.manual_seed(0)
+    module = Stem().double()
+    images = torch.randn(count, 3, 6, 6, dtype=torch.float64)
+    layout = ParameterLayout(module)
+    total = layout.zeros()
+    kind(module).accumulate(StepCall(((images,), 0), count), layout, FlatClipper(float("inf")), total)
+    twins = sum(module.training_step((image.expand(2, -1, -1, -1),), 0) for image in images)
+    want = torch.autograd.grad(twins / 2, layout.parameters)
+    torch.testing.assert_close(total, layout.flatten(want))

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, default_collate
+from torchmetrics import Metric
 
 from lightning_lap2.batches import ExampleBatch, split_rows
 from lightning_lap2.errors import UnsupportedModelError, UnsupportedSettingError
@@ -619,6 +620,57 @@ class Centres(Plain):
         self.centre = batch[0].mean(0)
 
 
+class Scaling(Metric):
+    """Keeps more than its states, and scales by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.largest = 1.0
+
+    def update(self, x: Tensor) -> None:
+        self.total += x.sum() * self.largest
+        self.largest = float(x.max())
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class ByLossMetric(Plain):
+    """The loss is a metric, which sees the whole batch once the step is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Scaling()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.metric(self.each(x, y))  # type: ignore[no-any-return]
+
+
+class ByMetric(ByLossMetric):
+    """Reads a state that the batch was added to in place."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        weight = self.metric.total + 1
+        self.metric.update(x)
+        return self.each(x, y).mean() * weight
+
+
+class ByLog(Plain):
+    """Keeps what it logs."""
+
+    last = 1.0
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        self.last = float(value)
+        super().log(name, value, **options)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.each(x, y).mean() * self.last
+        self.log("largest", x.max())
+        return loss
+
+
 class ByBatchIndex(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         return self.loss(*batch) * (1 + 10 * batch_idx)  # type: ignore[operator]
@@ -683,7 +735,7 @@ STEPS = [
     OnItsClass, OnThread, OnTrainer, OnOptimizer, OnParameter, OnDefault, OwnGenerator,
     Labelled, NanSwitchesOff, SometimesMixup, Permuted, Ramped, RareWeight, SoftmaxOverBatch, Centred, BatchSize,
     Largest, Unique, Contrastive, Hardest, Cumulative, Distances, HandMadeNorm, FunctionalNorm, ByEpoch, OwnRule,
-    Escaped, Remembers, Centres, ByBatchIndex,
+    Escaped, Remembers, Centres, ByBatchIndex, ByLossMetric, ByMetric, ByLog,
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from tests.ordinary.cases import BINARY, CLASSES, IMAGES, REAL, SEQUENCES, TOKENS, _linear, _randn, classify
@@ -59,6 +59,14 @@ def distillation(m: Any, batch: Any) -> Tensor:
         soft = F.softmax(m.teacher(x) / 2, dim=-1)
     logits = m.net(x)
     return F.cross_entropy(logits, y) + 4 * F.kl_div(F.log_softmax(logits / 2, -1), soft, reduction="batchmean")
+
+
+def frozen_backbone(m: Any, batch: Any) -> Tensor:
+    x, y = batch
+    m.backbone.eval()  # Lightning has called .train() on everything
+    with torch.no_grad():
+        features = m.backbone(x)
+    return F.cross_entropy(m.net(features), y)
 
 
 def vector_quantised(m: Any, batch: Any) -> Tensor:
@@ -230,6 +238,48 @@ def tied(m: Any, batch: Any) -> Tensor:
     return F.cross_entropy(m.head(m.table(tokens)[:, :-1]).transpose(1, 2), tokens[:, 1:])
 
 
+@torch.inference_mode()
+def _log_norms(m: Any, features: Tensor) -> None:
+    m.log("norm", features.norm(dim=1).mean())
+
+
+def inference_mode(m: Any, batch: Any) -> Tensor:
+    x, y = batch
+    logits = m.net(x)
+    _log_norms(m, logits)
+    with torch.inference_mode(False):
+        loss = F.cross_entropy(logits, y)
+    return loss + logits.square().mean()
+
+
+class Scaled(Metric):
+    """A loss of forecasting packages: a metric that the step sets up before it calls it."""
+
+    scale: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("losses", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, prediction: Tensor, target: Tensor) -> None:
+        self.losses = self.losses + (self.scale * (prediction - target)).square().sum()
+        self.count = self.count + target.numel()
+
+    def compute(self) -> Tensor:
+        return self.losses / self.count
+
+
+def metric_set_up(m: Any, batch: Any) -> Any:
+    x, y = batch
+    m.loss.scale = 2.0
+    loss = m.loss(m.net(x), y)
+    if loss.device.type == "mps":
+        loss.requires_grad_(True)
+    m.log("loss", loss.detach())
+    return {"loss": loss * 0.5, "n": len(x)}
+
+
 MORE_CASES: dict[str, Case] = {
     "focal loss": Case(focal, CLASSES, _linear(), twins=True),
     "smoothed, weighted loss": Case(
@@ -273,6 +323,13 @@ MORE_CASES: dict[str, Case] = {
             metrics=lambda: MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)]), mean=lambda: MeanMetric()
         ),
     ),
+    "backbone frozen in the step": Case(
+        frozen_backbone,
+        CLASSES,
+        lambda: {"backbone": nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)).requires_grad_(False), **_linear()()},
+    ),
+    "logged in inference mode": Case(inference_mode, CLASSES, _linear()),
+    "metric set up in the step": Case(metric_set_up, REAL, lambda: {**_linear(1)(), "loss": Scaled()}),
     "reshaped": Case(reshaped, IMAGES, lambda: {"net": nn.Linear(192, 3)}),
     "flattened tokens": Case(flattened_tokens, SEQUENCES, lambda: {"net": nn.Linear(4, 4)}),
     "binary": Case(binary, BINARY, lambda: {**_linear(1)(), "weight": torch.tensor(2.0)}),

@@ -106,6 +106,21 @@ def test_metrics_computed_at_the_last_batch() -> None:
     assert len(seen) == 2 and all(1 < value < 20 for value in seen)
 
 
+def test_a_module_that_hands_its_logging_on() -> None:
+    class Quiet(Net):
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            if self.trainer.training:
+                super().log(*args, **kwargs)
+
+    def step(m: Any, batch: Any) -> Tensor:
+        loss = classify(m, batch)
+        m.log("train/loss", loss, on_epoch=True)
+        return loss
+
+    trainer, _ = fit(Quiet(step, net=nn.Linear(5, 3)), CLASSES)
+    assert 0 < float(trainer.callback_metrics["train/loss"]) < 3
+
+
 def test_graphs_with_a_squeezed_output_and_a_branch() -> None:
     def step(m: Any, graph: Any) -> Tensor:
         loss = message_passing(m, graph)

@@ -1,4 +1,4 @@
-"""Scenario 13: settings that are refused, each by a message that names it and what to use instead."""
+"""Settings that are refused, each by a message that names it and what to use instead."""
 
 from __future__ import annotations
 

@@ -2,15 +2,17 @@
 
 An example's gradient must be a function of that example, the weights, and things that hold no records. So inside a step
 
-* only clean state is visible. What an earlier step left behind, and what hooks computed from batches, is withheld:
-  reading it raises, naming the attribute; writing over it, or appending to a list that holds it, is allowed;
+* only clean state is visible. What an earlier step or its metrics left behind, and what hooks computed from batches, is
+  withheld: reading it raises, naming the attribute; writing over it, or appending to a list that holds it, is allowed;
 * every call of the step (per chunk under ``vmap``, per example under ``"loop"``) finds the same state as the first;
 * parameters, buffers, other tensors and arrays must not be written in place: noticed by content, whatever the way.
 
 What the calls wrote is put together once they have all run, and held by the module as after one plain step: one
 entry, the mean of 0-dim tensors, the rows of others. Two things that a step wrote stay visible or come again, since
 they are the same whatever the records are: an attribute that grew by one in every call (a counter), and what was set
-where nothing or ``None`` was, from no example (a mask made on first use): the next call finds nothing there again.
+where nothing or ``None`` was, from no example (a mask made on first use): the next call finds nothing there again. So
+it is with a number or string that is replaced beside such a mask (the batch size that it was made for): the next call
+finds the one from before the fit, and makes the mask anew.
 
 Whether examples went into a tensor is known from :mod:`~lightning_lap2.gradients.marks`. What a step writes in places
 that :mod:`walk` does not reach (files, caches of ``functools``, objects of libraries) cannot be seen from here.
@@ -20,7 +22,8 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +34,15 @@ from torch import Tensor, nn
 from lightning_lap2.errors import IsolationError, UnsupportedModelError
 from lightning_lap2.gradients.marks import DATA, data_read, known_clean, tensors_in
 from lightning_lap2.gradients.physical import innermost
-from lightning_lap2.gradients.recorder import Deferred, Slot, Trace, Unlike
+from lightning_lap2.gradients.recorder import Deferred, LogEvent, MetricEvent, Slot, Trace, Unlike
 from lightning_lap2.gradients.state.content import Content
-from lightning_lap2.gradients.state.provenance import Provenance
+from lightning_lap2.gradients.state.provenance import Following, Provenance
 from lightning_lap2.gradients.state.walk import (
     GONE,
     Node,
     entries,
+    is_library,
+    is_same,
     kind,
     put,
     reached_by_name,
@@ -242,6 +247,8 @@ class StateGuard:
             memory.remember(self._nodes)
         self._running = False
         self._later: list[Any] = []
+        # whether a call made something where nothing was, and the constants that replaced others in the same batch
+        self._made, self._beside = False, list[tuple[Any, Any, Any, Any]]()
         self._contents = {
             (number, key): Content(value)
             for number, node in enumerate(self._nodes)
@@ -364,7 +371,49 @@ class StateGuard:
             node = self._nodes[number]
             counted = self._apply(node, shown[number], writes, value_of)
             grew |= {(id(node.live), key): node.live for key in counted}
+        for live, key, value, before in self._beside:
+            if self._made:
+                self.memory.show_again(live, key, value, before)
+            else:
+                self.memory.keep_back(live, key, value)
         self.memory.settle_counters(grew)
+
+    @contextmanager
+    def replaying(self, traces: Sequence[Trace]) -> Iterator[None]:
+        """Inside, the recorded calls are made with values of the batch: what users' code leaves behind then holds
+        records, and no step may read it."""
+        roots = self._reached_by_replay(traces)
+        if not roots:
+            yield
+            return
+        nodes = walk(roots)
+        arrays = {id(v): Content(v) for n in nodes for v in n.items.values() if kind(v) == "array"}
+        with Following(self.memory.provenance, _unheard):
+            yield
+        for node in nodes:
+            now = {} if node.untouched() else entries(node.live)
+            changed = {k: v for k, v in now.items() if self._is_another(node, k, v)}
+            written = {k: v for k, v in node.items.items() if id(v) in arrays and arrays[id(v)].written()}
+            for key, value in (changed | written).items():
+                self.memory.withhold(node, key, value)
+                _keep_back_inside(self.memory, value)
+
+    def _is_another(self, node: Node, key: Any, value: Any) -> bool:
+        """Whether an entry is not what it was, nor clean; an equal number is another where the earlier was withheld."""
+        if isinstance(value, Tensor) and self.memory.provenance.is_clean(value):
+            return False
+        before = node.items.get(key, GONE)
+        return before is not value and not (is_same(before, value) and not self.memory.holds_records(node, key, before))
+
+    def _reached_by_replay(self, traces: Sequence[Trace]) -> list[tuple[str, Any]]:
+        """What the recorded calls may write: library metrics themselves, users' code whatever a step may reach."""
+        events = [event for trace in traces for event in trace.events.values()]
+        metrics = {id(event.metric): event.metric for event in events if isinstance(event, MetricEvent)}
+        owners = {id(event.owner): event.owner for event in events if isinstance(event, LogEvent)}
+        methods = [getattr(owner, name) for owner in owners.values() for name in ("log", "log_dict")]
+        parts = [type(part) for metric in metrics.values() for part in metric.modules()]
+        found = [("", metric) for metric in metrics.values()]
+        return found if all(map(is_library, [*methods, *parts])) else [*self.memory.roots, *found]
 
     def settle(self, value_of: Callable[[Sequence[Any]], Any]) -> None:
         """Once the recorded calls are made: gives values of metrics to the places that wait for them."""
@@ -424,8 +473,11 @@ class StateGuard:
                 continue
             if _counted(before, found):
                 counted.append(key)
-            elif (before is GONE or before is None) and constant and _agree(found):
+            elif constant and _agree(found) and (before is GONE or before is None):
                 memory.show_again(node.live, key, value, before)
+                self._made = True
+            elif constant and _agree(found) and isinstance(before, _SCALARS) and isinstance(value, _SCALARS):
+                self._beside.append((node.live, key, value, before))
             else:
                 memory.keep_back(node.live, key, value)
                 _keep_back_inside(memory, value)
@@ -535,9 +587,15 @@ def _is_constant(value: Any) -> bool:
 
 
 def _agree(found: list[Any]) -> bool:
-    """Whether constants are the same in all calls; tensors are, if they were made from the same things."""
+    """Whether constants are the same in all calls; tensors and classes are, if they were made from the same things."""
     values = [v.value for v in found if isinstance(v, _Constant)]
-    return all(v is values[0] or (isinstance(v, _SCALARS) and v == values[0]) or isinstance(v, Tensor) for v in values)
+    return all(
+        v is values[0]
+        or (isinstance(v, _SCALARS) and v == values[0])
+        or isinstance(v, Tensor)
+        or (isinstance(v, type) and isinstance(values[0], type) and v.__qualname__ == values[0].__qualname__)
+        for v in values
+    )
 
 
 def _counted(before: Any, found: list[Any]) -> bool:
@@ -545,6 +603,10 @@ def _counted(before: Any, found: list[Any]) -> bool:
     return type(before) is int and all(
         isinstance(v, _Constant) and type(v.value) is int and v.value == before + 1 for v in found
     )
+
+
+def _unheard() -> None:
+    """A number was read: what changes is withheld whatever it is."""
 
 
 def _withheld(name: str, *, data: bool) -> Withheld:

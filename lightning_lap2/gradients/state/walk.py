@@ -211,7 +211,7 @@ def reached_code(module: nn.Module) -> list[FunctionType]:
     From ``training_step`` and the ``forward`` of every layer over the methods and global functions whose names occur
     there. What is called in another way (``getattr`` with a computed name, ``importlib``) is not found.
     """
-    classes = {base for m in module.modules() for base in type(m).__mro__ if not _is_library(base)}
+    classes = {base for m in module.modules() for base in type(m).__mro__ if not is_library(base)}
     methods: dict[str, list[Any]] = {}
     for space in [*map(vars, classes), vars(module)]:
         for name, value in space.items():
@@ -221,7 +221,7 @@ def reached_code(module: nn.Module) -> list[FunctionType]:
     while queue:
         function = queue.pop()
         function = getattr(function, "__wrapped__", function)
-        if not isinstance(function, FunctionType) or id(function) in found or _is_library(function):
+        if not isinstance(function, FunctionType) or id(function) in found or is_library(function):
             continue
         found[id(function)] = function
         queue += [value for _, value in _named(function)]
@@ -254,7 +254,8 @@ def _is_of_the_fit(value: Any) -> bool:
     return any(base.__name__ in _OF_THE_FIT for base in type(value).__mro__)
 
 
-def _is_library(value: Any) -> bool:
+def is_library(value: Any) -> bool:
+    """Whether a class or function is none of the user's."""
     return (value.__module__ or "builtins").partition(".")[0] in _LIBRARIES
 
 
