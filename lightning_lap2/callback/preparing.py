@@ -22,7 +22,7 @@ from lightning_lap2.callback.resume import Resumed, accept_untracked, settle
 from lightning_lap2.callback.run import Fit, Run, charged_by_pass
 from lightning_lap2.callback.trainer.limits import cap_steps
 from lightning_lap2.errors import UnsupportedSettingError
-from lightning_lap2.gradients import ParameterLayout
+from lightning_lap2.gradients import ParameterLayout, make_layout, reshard
 from lightning_lap2.noise import NoiseSource, make_noise_source
 from lightning_lap2.noise.grid import CELLS
 
@@ -50,6 +50,7 @@ class Preparing:
         fit = self.fit
         refusals.check_trainer(fit.trainer, fit.pl)
         refusals.check_module(fit.module, fit.pl)
+        reshard(fit.module)
         marks.note_unknown_training(fit.module, fit.ledger)
 
     # -- ledger ---------------------------------------------------------------------------------------------------
@@ -92,6 +93,7 @@ class Preparing:
         Raises:
             TypeError, ValueError: a loader whose sampling rate is not known or not proven, by name.
         """
+        reshard(self.fit.module)  # marks are of shards
         self._settle_ledger()
         self.data = training_data(self.fit, loader)
         self.data.start(Position(release=self.fit.ledger.releases, batch=self._progress.batches_done))
@@ -117,7 +119,7 @@ class Preparing:
         fit, facts = self.fit, self.data.facts
         refusals.check_delta(fit.settings.delta, facts.num_examples)
         refusals.check_parameter_types(fit.module)
-        layout = ParameterLayout(fit.module)
+        layout = make_layout(fit.module)
         if not layout.numel:
             raise UnsupportedSettingError(f"{type(fit.module).__name__} has no trainable parameters")
         ahead = self._ahead(facts)

@@ -35,7 +35,7 @@ _GHOST = (
     *("_C._functorch." + name for name in ("maybe_get_level", "maybe_get_bdim", "_add_batch_dim")),
     *("_C._functorch." + name for name in ("pop_dynamic_layer_stack", "push_dynamic_layer_stack")),
     *("_VF." + cell for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in (kind, kind + "_cell")),
-    *("utils.checkpoint." + name for name in ("_checkpoint_without_reentrant_generator", "CheckpointFunction")),
+    "utils.checkpoint.CheckpointFunction",
     *("nn.modules.module." + name for name in ("_global_backward_hooks", "_global_backward_pre_hooks")),
 )
 NAMES = {"vmap": _VMAP, "ghost": _VMAP + _GHOST}
@@ -45,8 +45,11 @@ up below, when this module is imported."""
 
 @cache
 def missing(engine: str) -> tuple[str, ...]:
-    """The private names that an engine needs and this torch lacks."""
-    return tuple(f"torch.{name}" for name in NAMES[engine] if not _has(torch, name.split(".")))
+    """What an engine needs of torch's private parts and this torch lacks: names, and checkpoints made plain."""
+    absent = [f"torch.{name}" for name in NAMES[engine] if not _has(torch, name.split("."))]
+    if engine == "ghost" and not absent and not _checkpoints_are_plain():
+        absent.append("a torch.utils.checkpoint that can be made to call its function once")
+    return tuple(absent)
 
 
 def _has(owner: Any, path: list[str]) -> bool:
@@ -136,6 +139,41 @@ requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.requires_grad.__ge
 """The flag itself, however ``Tensor.requires_grad`` may be replaced."""
 
 
+def held_here(tensor: Tensor) -> Tensor:
+    """What this rank holds: of a DTensor its shard, else the tensor itself. Nothing is sent for it."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def replicas_of(tensor: Tensor) -> torch.distributed.ProcessGroup | None:
+    """The process group of the ranks that hold the same as this one: of a tensor that every rank has whole all of them,
+    of a shard its replicas; ``None`` where no two do."""
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return torch.distributed.group.WORLD
+    return mesh.get_group(0) if mesh.ndim > 1 else None
+
+
+def recorded(tensor: Tensor) -> Tensor | None:
+    """The layer of a tensor that an autograd graph is recorded of: under ``vmap`` the physical tensor, under ``grad``
+    inside it the wrapper. ``None`` where no gradient will come."""
+    while not requires_grad(tensor):
+        if not is_wrapped(tensor):
+            return None
+        tensor = _C.get_unwrapped(tensor)
+    return tensor
+
+
+@contextmanager
+def functorch_left() -> Iterator[None]:
+    """Inside, every ``torch.func`` transform is left: for what has nothing to do with the examples."""
+    if current_level() is None:
+        yield
+        return
+    with torch._C._DisableFuncTorch():
+        yield
+
+
 @contextmanager
 def quiet_fallback() -> Iterator[None]:
     """Some operators run example by example inside vmap and would warn; they are right, only slow.
@@ -189,9 +227,30 @@ def plain_checkpoints() -> Iterator[None]:
             return function(*args)
 
     with ExitStack() as undo:
-        undo.enter_context(replaced(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", generator))
+        for name in _GENERATORS:
+            if hasattr(torch.utils.checkpoint, name):
+                undo.enter_context(replaced(torch.utils.checkpoint, name, generator))
         undo.enter_context(replaced(torch.utils.checkpoint, "CheckpointFunction", Reentrant))
         yield
+
+
+_GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+"""What ``torch.utils.checkpoint`` calls; torch 2.14 has both and calls the second."""
+
+
+def _checkpoints_are_plain() -> bool:
+    """Whether :func:`plain_checkpoints` does what it says: a name may still be there and no longer be called."""
+    runs: list[None] = []
+
+    def function(x: Tensor) -> Tensor:
+        runs.append(None)
+        return x.exp()
+
+    with torch.enable_grad(), plain_checkpoints():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        for reentrant in (True, False):
+            torch.utils.checkpoint.checkpoint(function, x, use_reentrant=reentrant).backward()
+    return len(runs) == 2
 
 
 @contextmanager

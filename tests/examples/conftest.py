@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,9 @@ ROOT = Path(__file__).parents[2]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "film", "plot", "and", "very"]
 FOLDERS = (ROOT / "examples", ROOT / "examples" / "paper")
 NAMES = tuple(path.stem for folder in FOLDERS for path in folder.glob("*.py"))
+AVERAGES = pytest.mark.skipif(
+    not hasattr(L.pytorch.callbacks, "EMAWeightAveraging"), reason="Lightning averages weights since 2.6"
+)
 
 
 @pytest.fixture

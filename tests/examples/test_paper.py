@@ -11,12 +11,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.examples.conftest import ROOT
+from tests.examples.conftest import AVERAGES, ROOT
 
 Example = Callable[[str], ModuleType]
 
 
-@pytest.mark.parametrize("recipe", ["plain", "tuned", "tuned_norm"])
+@pytest.mark.parametrize(
+    "recipe", ["plain", pytest.param("tuned", marks=AVERAGES), pytest.param("tuned_norm", marks=AVERAGES)]
+)
 def test_a_run_is_recorded_and_not_repeated(
     example: Example, mnist_like: Path, tmp_path: Path, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

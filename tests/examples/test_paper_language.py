@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.examples.conftest import AVERAGES
+
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
@@ -98,6 +100,7 @@ def test_vit_weights_come_out_of_an_onnx_file_as_they_went_in(example: Example, 
         load(tmp_path / "vit.onnx", 10)
 
 
+@AVERAGES
 @pytest.mark.parametrize("tune", ["head", "lora"])
 def test_table2_vit(example: Example, vit: str, images: str, tune: str, capsys: pytest.CaptureFixture[str]) -> None:
     table = example("table2_vit")
@@ -177,6 +180,7 @@ def test_table3_features_are_the_encoder_s_and_each_record_s_own(example: Exampl
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=0.03)  # bfloat16 has 8 bits
 
 
+@AVERAGES
 @pytest.mark.parametrize("tune", ["head", "lora", "bias", "full"])
 def test_table3(example: Example, encoder: str, sentences: str, pairs: str, tune: str) -> None:
     table = example("table3")

@@ -172,6 +172,18 @@ def test_checkpoints_are_plain_calls_inside(reentrant: bool) -> None:
     assert len(calls) == 3
 
 
+def test_a_torch_that_calls_another_name_for_checkpoints_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is still there but no longer called would be replaced in vain."""
+    monkeypatch.setattr(physical, "_GENERATORS", ())
+    physical.missing.cache_clear()
+    try:
+        assert physical.missing("vmap") == ()
+        with pytest.raises(UnsupportedModelError, match="engine='ghost' needs a torch.utils.checkpoint that"):
+            physical.check_torch("ghost")
+    finally:
+        physical.missing.cache_clear()
+
+
 @pytest.mark.skipif(not hasattr(torch.func, "debug_unwrap"), reason="this torch has no torch.func.debug_unwrap")
 def test_debug_unwrap_is_seen() -> None:
     def refuse(*_: Any) -> Any:
