@@ -137,9 +137,30 @@ def batch_statistics_refused(module: nn.Module) -> Iterator[None]:
     before = torch.batch_norm, torch.instance_norm
     torch.batch_norm, torch.instance_norm = (_no_batch_statistics(original, module) for original in before)
     try:
-        yield
+        # torch refuses a batch of one in its own words before it gets to torch.batch_norm
+        with replaced(F, "batch_norm", _named_first(F.batch_norm, module)):
+            yield
     finally:
         torch.batch_norm, torch.instance_norm = before
+
+
+def _named_first(original: Callable[..., Tensor], module: nn.Module) -> Callable[..., Tensor]:
+    def batch_norm(
+        input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+        bias: Tensor | None = None, training: bool = False, *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        if training and running_mean is not None:
+            _refuse_own_layer(module, running_mean)
+        return original(input, running_mean, running_var, weight, bias, training, *args, **kwargs)
+
+    return batch_norm
+
+
+def _refuse_own_layer(module: nn.Module, running_mean: Tensor) -> None:
+    """Refuses by name the BatchNorm that keeps this mean."""
+    for layer in layers_of(module):
+        if isinstance(layer, _BatchNorm) and layer.running_mean is running_mean:
+            raise _refused(module, layer, _BATCH_NORM)
 
 
 def _no_batch_statistics(original: Callable[..., Tensor], module: nn.Module) -> Callable[..., Tensor]:
@@ -152,9 +173,8 @@ def _no_batch_statistics(original: Callable[..., Tensor], module: nn.Module) -> 
         if uses_own and name == "batch_norm" and args[3] is None and known_clean(args[0]):
             return original(*args, **kwargs)  # of a weight: standardised by its own statistics
         if uses_own and (name == "batch_norm" or args[3] is not None):
-            layers = (m for m in layers_of(module) if isinstance(m, _BatchNorm) and m.running_mean is args[3])
-            if args[3] is not None and (layer := next(layers, None)) is not None:
-                raise _refused(module, layer, _BATCH_NORM)
+            if args[3] is not None:
+                _refuse_own_layer(module, args[3])
             raise UnsupportedModelError(
                 f"F.{name} is called with the batch's statistics: it mixes examples or writes running statistics that "
                 "no noise protects. Use F.group_norm, or training=False with statistics that do not change"

@@ -272,3 +272,33 @@ def test_known_statistics_of_a_batch_of_one(kind: Any, count: int) -> None:
     twins = sum(module.training_step((image.expand(2, -1, -1, -1),), 0) for image in images)
     want = torch.autograd.grad(twins / 2, layout.parameters)
     torch.testing.assert_close(total, layout.flatten(want))
+
+
+class Switching(nn.Module):
+    """Sets one of its two BatchNorms to evaluation in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.BatchNorm1d(3), nn.BatchNorm1d(3), nn.Linear(3, 5)
+        self.all = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (self if self.all else self.first).eval()
+        return self.out(self.second(self.first(batch[0]))).square().sum()
+
+
+@pytest.mark.parametrize("kind", [GhostEngine, VmapEngine, LoopEngine])
+def test_batch_norm_counts_in_the_mode_that_it_is_called_in(kind: Any) -> None:
+    torch.manual_seed(0)
+    module, x = Switching(), torch.randn(4, 3)
+    layout = ParameterLayout(module)
+    total = layout.zeros()
+    call = StepCall(((x,), 0), 4)
+    kind(module).accumulate(call, layout, FlatClipper(float("inf")), total)
+    want = torch.autograd.grad(module.training_step((x,), 0), layout.parameters)
+    torch.testing.assert_close(total, layout.flatten(want))
+    module.train().all = False
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="'second'"):
+            kind(module).accumulate(call, layout, FlatClipper(float("inf")), layout.zeros())
+        assert not module.second.running_mean.any()
