@@ -210,20 +210,20 @@ class StepRunner:
             self._layout, self._first, self._settled = layout, {}, set()
         if self.memory is None:
             self.memory = StateMemory(self.module)
-        guard = StateGuard(self.memory)
         entropy = Entropy(call.key)
         traced: list[tuple[Sequence[int], Traced]] = []
-        try:
-            with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
+        with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
+            guard = StateGuard(self.memory)
+            try:
                 for group, places in zip(batch.groups, batch.order, strict=True):
                     step = UserStep(
                         self.module, call, places, self._recorder, guard, self._forward, entropy, layout.device
                     )
                     with batch_dimension_kept(group.rows_each):
                         traced += self._group(group, step, layout, clipper, total if call.count else None)
-        except BaseException:
-            guard.abandon()
-            raise
+            except BaseException:
+                guard.abandon()
+                raise
         traces, tensors = [run.trace for _, run in traced], [run.tensors for _, run in traced]
         replay = Replay(traces, tensors, call.count, [own for own, _ in traced], self._no_value, self._sums)
         guard.close(traces, replay.value)
