@@ -11,7 +11,7 @@ something else, under another version.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ import torch._functorch.autograd_function
 import torch._functorch.eager_transforms
 import torch.utils.checkpoint
 from torch import Tensor
+
+from lightning_lap2.gradients.replacing import Replacements
 
 _C: Any = torch._C._functorch
 
@@ -108,50 +110,31 @@ def no_fallback() -> Iterator[None]:
         _C._set_vmap_fallback_enabled(True)
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` inside; afterwards ``owner`` is as it was, an inherited attribute inherited again."""
-    absent = object()
-    before = vars(owner).get(name, absent)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is absent:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+def _generator(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    yield
 
 
-@contextmanager
-def plain_checkpoints() -> Iterator[None]:
-    """``torch.utils.checkpoint`` calls the function and keeps its activations. The gradients are the same; what would
-    be computed again could not be caught on the way."""
-
-    def generator(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-        yield
-
-    class Reentrant:
-        @staticmethod
-        def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-            return function(*args)
-
-    with ExitStack() as undo:
-        undo.enter_context(replaced(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", generator))
-        undo.enter_context(replaced(torch.utils.checkpoint, "CheckpointFunction", Reentrant))
-        yield
+class _Reentrant:
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        return function(*args)
 
 
-@contextmanager
-def replaced_views_of_all(rule: Callable[..., Any], unwrap: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``rule`` is called in place of a batching rule of the user's (``autograd.Function.vmap``,
-    ``torch.library.register_vmap``), and ``unwrap`` by ``torch.func.debug_unwrap``: either would be handed the
-    examples of the whole batch."""
-    with ExitStack() as undo:
-        # what both kinds of rules are handed first; rules that torch generates are not
-        undo.enter_context(replaced(torch._functorch.autograd_function, "VmapInfo", rule))
-        undo.enter_context(replaced(torch._functorch.eager_transforms, "get_unwrapped", unwrap))
-        yield
+plain_checkpoints = Replacements(
+    [
+        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", lambda _: _generator),
+        (torch.utils.checkpoint, "CheckpointFunction", lambda _: _Reentrant),
+    ]
+).active
+"""Inside, ``torch.utils.checkpoint`` calls the function and keeps its activations. The gradients are the same; what
+would be computed again could not be caught on the way."""
+
+HANDED_TO_RULES: tuple[Any, str] = (torch._functorch.autograd_function, "VmapInfo")
+"""What a batching rule of the user's (``autograd.Function.vmap``, ``torch.library.register_vmap``) is handed first,
+with the examples of the whole batch; rules that torch generates are not."""
+
+UNWRAPS: tuple[Any, str] = (torch._functorch.eager_transforms, "get_unwrapped")
+"""What ``torch.func.debug_unwrap`` calls, which would return them."""
 
 
 def backward_hooks(module: torch.nn.Module) -> bool:

@@ -12,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from types import FrameType
 from typing import Any, NoReturn
@@ -28,7 +28,8 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.lines import line_of
 from lightning_lap2.gradients.marks import known_clean
-from lightning_lap2.gradients.physical import carries_batch, is_wrapped, quiet_fallback, replaced
+from lightning_lap2.gradients.physical import carries_batch, is_wrapped, quiet_fallback
+from lightning_lap2.gradients.replacing import Replacements
 
 
 def is_traced(value: Any) -> bool:
@@ -107,21 +108,6 @@ def layer_refusal(layer: nn.Module, *, vmapped: bool) -> str | None:
     return None
 
 
-@contextmanager
-def batch_statistics_refused() -> Iterator[None]:
-    """Inside, the functional forms of what :func:`refuse_layers` refuses raise too.
-
-    A custom layer may call ``F.batch_norm`` itself; its kernel writes the running statistics without counting it as a
-    write, so nothing else would notice.
-    """
-    before = torch.batch_norm, torch.instance_norm
-    torch.batch_norm, torch.instance_norm = map(_no_batch_statistics, before)
-    try:
-        yield
-    finally:
-        torch.batch_norm, torch.instance_norm = before
-
-
 def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     name = original.__name__
 
@@ -141,8 +127,16 @@ def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tenso
     return norm
 
 
-@contextmanager
-def batch_dimension_kept(rows: int) -> Iterator[None]:
+batch_statistics_refused = Replacements(
+    [(torch, name, _no_batch_statistics) for name in ("batch_norm", "instance_norm")]
+).active
+"""Inside, the functional forms of what :func:`refuse_layers` refuses raise too.
+
+A custom layer may call ``F.batch_norm`` itself; its kernel writes the running statistics without counting it as a
+write, so nothing else would notice."""
+
+
+def batch_dimension_kept(rows: int) -> AbstractContextManager[None]:
     """Inside, ``squeeze()`` without a dimension keeps a leading dimension of one.
 
     Among several examples it keeps the batch dimension, and code relies on that; for one example alone torch takes that
@@ -151,13 +145,7 @@ def batch_dimension_kept(rows: int) -> Iterator[None]:
     Args:
         rows: of an example's batch; from two on there is nothing to do.
     """
-    if rows != 1:
-        yield
-        return
-    with ExitStack() as undo:
-        for owner, name in ((torch, "squeeze"), (Tensor, "squeeze"), (Tensor, "squeeze_")):
-            undo.enter_context(replaced(owner, name, _keeping(getattr(owner, name))))
-        yield
+    return _squeezing.active() if rows == 1 else nullcontext()
 
 
 def _keeping(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -167,6 +155,11 @@ def _keeping(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return original(input, tuple(range(1, input.dim())))
 
     return squeeze
+
+
+_squeezing = Replacements(
+    [(owner, name, _keeping) for owner, name in ((torch, "squeeze"), (Tensor, "squeeze"), (Tensor, "squeeze_"))]
+)
 
 
 # --- ways through vmap -----------------------------------------------------------------------------------------------
@@ -180,11 +173,7 @@ def traceable(module: nn.Module) -> Iterator[None]:
     """Inside, code that fails under ``vmap`` without need runs; afterwards nothing is left patched."""
     with ExitStack() as undo:
         undo.enter_context(quiet_fallback())
-        undo.enter_context(replaced(F, "one_hot", _one_hot(F.one_hot)))
-        masking = sys.modules.get("transformers.masking_utils")
-        if masking is not None and "is_tracing" in vars(masking):  # transformers 5
-            undo.enter_context(replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
-        undo.enter_context(_without_checks())
+        undo.enter_context(_libraries(len(sys.modules)).active())
         for layer in layers_of(module):
             if isinstance(layer, nn.RNNBase):
                 # its forward collects the parameters it finds, which may be traced ones
@@ -231,34 +220,25 @@ def _one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return one_hot
 
 
-@contextmanager
-def _without_checks() -> Iterator[None]:
-    """Inside, libraries do not ask for values, or make tensors of one example, where there is no need.
+@lru_cache(maxsize=1)
+def _libraries(_modules: int) -> Replacements:
+    """What libraries do otherwise inside, so that they neither ask for values nor make tensors of one example where
+    there is no need; searched anew when modules were loaded.
 
     torchmetrics' functional metrics check their arguments by value (``torch.unique``); torch's distributions draw
     normal numbers into a tensor without the examples' dimension.
     """
-    found = _checks(len(sys.modules))
-    try:
-        for module, name, _, instead in found:
-            setattr(module, name, instead)
-        yield
-    finally:
-        for module, name, before, _ in found:
-            setattr(module, name, before)
-
-
-@lru_cache(maxsize=1)
-def _checks(_modules: int) -> list[tuple[Any, str, Any, Any]]:
-    """Home, name, function and what stands in for it; searched anew when modules were loaded."""
-    found: list[tuple[Any, str, Any, Any]] = []
+    found: list[tuple[Any, str, Callable[[Any], Any]]] = [(F, "one_hot", _one_hot)]
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is not None and "is_tracing" in vars(masking):  # transformers 5
+        found.append((masking, "is_tracing", _is_tracing))
     for home, module in list(sys.modules.items()):
-        for name, function in list(vars(module).items()) if home.startswith(_LIBRARIES) else ():
+        for name in list(vars(module)) if home.startswith(_LIBRARIES) else ():
             if _VALIDATION.fullmatch(name):
-                found.append((module, name, function, _unchecked(function)))
+                found.append((module, name, _unchecked))
             elif name == "_standard_normal":
-                found.append((module, name, function, _standard_normal))
-    return found
+                found.append((module, name, lambda _: _standard_normal))
+    return Replacements(found)
 
 
 _LIBRARIES = ("torchmetrics.functional.", "torch.distributions.")

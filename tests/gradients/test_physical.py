@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lap2.gradients import physical
 from lightning_lap2.gradients.ghost.rules import RULES
+from lightning_lap2.gradients.replacing import Replacements
 
 NAMES = {
     "torch._C._functorch": [
@@ -99,21 +100,6 @@ def test_outside_calls_torch_for_all_examples_once() -> None:
     assert y.grad_fn.name() == F.linear(x, weight).grad_fn.name()
 
 
-def test_nothing_is_left_replaced_and_inherited_names_are_inherited_again() -> None:
-    class Parent:
-        name = "parent's"
-
-    class Child(Parent):
-        pass
-
-    with physical.replaced(Child, "name", "mine"):
-        assert Child.name == "mine"
-    assert "name" not in vars(Child)
-    with pytest.raises(ValueError, match="mine"), physical.replaced(Parent, "name", "mine"):
-        raise ValueError(Parent.name)
-    assert Parent.name == "parent's"
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_are_plain_calls_inside(reentrant: bool) -> None:
     layer, x, calls = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True), []
@@ -137,7 +123,7 @@ def test_debug_unwrap_is_seen() -> None:
     def refuse(*_: Any) -> Any:
         raise LookupError("seen")
 
-    with physical.replaced_views_of_all(refuse, refuse), pytest.raises(LookupError, match="seen"):
+    with Replacements([(*physical.UNWRAPS, lambda _: refuse)]).active(), pytest.raises(LookupError, match="seen"):
         vmap(lambda v: debug_unwrap(v).sum() * v)(torch.randn(3))
 
 

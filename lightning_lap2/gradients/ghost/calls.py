@@ -11,8 +11,7 @@ The layers' parameters are not batched, so a layer stays one node of the graph; 
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,26 +27,9 @@ from lightning_lap2.gradients.physical import (
     recurrent_functions,
     whole,
 )
+from lightning_lap2.gradients.replacing import Replacements
 
 Call = Callable[..., Any]
-
-
-@contextmanager
-def physical_calls() -> Iterator[None]:
-    """Inside, the functions of torch that are named here take the physical way; afterwards nothing is left replaced."""
-    undo: list[tuple[Any, str, Any]] = []
-    try:
-        for owner, names in _REPLACED.items():
-            for name, make in names.items():
-                undo.append((owner, name, vars(owner).get(name, undo)))
-                setattr(owner, name, make(getattr(owner, name)))
-        yield
-    finally:
-        for owner, name, before in reversed(undo):
-            if before is undo:  # it was found elsewhere
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
 
 
 def _plain(*values: Any) -> bool:
@@ -438,3 +420,7 @@ _REPLACED: dict[Any, dict[str, Callable[[Call], Call]]] = {
     },
 }
 """The functions by where they live: what every caller finds there, torch's own layers included."""
+physical_calls = Replacements(
+    [(owner, name, make) for owner, names in _REPLACED.items() for name, make in names.items()]
+).active
+"""Inside, the functions of torch that are named here take the physical way."""

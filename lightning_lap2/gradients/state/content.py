@@ -47,7 +47,7 @@ class Content:
         """Puts a small tensor's or array's values back; of a large tensor nothing is kept that could be."""
         if isinstance(self._kept, np.ndarray) and isinstance(self._value, np.ndarray):
             self._value[...] = self._kept
-        elif isinstance(self._kept, Tensor) and self._kept.shape == self._value.shape:
+        elif isinstance(self._kept, Tensor) and isinstance(self._value, Tensor) and self._value.numel() <= _SMALL:
             with torch.no_grad():
                 self._value.copy_(self._kept)
 
@@ -180,8 +180,7 @@ class _Group:
 
     @torch.no_grad()
     def restore(self) -> list[Tensor]:
-        """Puts back what they held, where their shapes and types are what they were; returns those that were written.
-        """
+        """Puts back what they held, where their shapes are what they were; returns those that were written."""
         now: Tensor = _flatten_dense_tensors(self._tensors)
         if self._same(now, self._kept):
             return []
