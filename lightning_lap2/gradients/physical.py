@@ -69,14 +69,28 @@ def whole(physical: Tensor) -> Tensor:
     return batched
 
 
+leave_vmap: Callable[[], Any] = _C.pop_dynamic_layer_stack
+"""Leaves the innermost ``vmap``: torch is then called for physical tensors."""
+
+enter_vmap_again: Callable[[Any], Any] = _C.push_dynamic_layer_stack
+"""The inverse of :func:`leave_vmap`, given what that returned."""
+
+
 @contextmanager
 def outside() -> Iterator[None]:
-    """Inside, the innermost ``vmap`` is left: torch is called for physical tensors."""
-    layer = _C.pop_dynamic_layer_stack()
+    """Inside, the innermost ``vmap`` is left."""
+    layer = leave_vmap()
     try:
         yield
     finally:
-        _C.push_dynamic_layer_stack(layer)
+        enter_vmap_again(layer)
+
+
+count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are active."""
+
+unseen_by_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
+"""Operations are seen by no dispatch mode while the returned object lives."""
 
 
 recurrent_functions: Any = torch._VF

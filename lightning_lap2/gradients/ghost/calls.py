@@ -19,12 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_lap2.gradients.marks import following
 from lightning_lap2.gradients.physical import (
     apart,
     carries_batch,
+    enter_vmap_again,
     is_batched,
+    leave_vmap,
     outside,
     recurrent_functions,
+    unseen_by_modes,
     whole,
 )
 from lightning_lap2.gradients.replacing import Replacements
@@ -37,6 +41,41 @@ def _plain(*values: Any) -> bool:
     return not any(isinstance(value, Tensor) and carries_batch(value) for value in values)
 
 
+class _Together:
+    """Around one operation on physical tensors, outside ``vmap``.
+
+    The dispatch mode of :class:`Marks` sees nothing of it, which saves it a call for each of torch's own steps. Instead
+    it is told what the operation reads, and each tensor that it makes. Not for operations in which a parameter meets
+    the examples in a node of the graph that is neither an input's nor one of a tensor told: it would be taken for one
+    that no example went into.
+
+    Args:
+        read: every tensor that the operation reads; other values are ignored.
+    """
+
+    __slots__ = ("_layer", "_marks", "_unseen")
+
+    def __init__(self, *read: Any) -> None:
+        marks = following()
+        self._unseen = marks is not None
+        self._marks = marks if marks is not None and marks.told(read) else None
+
+    def __enter__(self) -> _Together:
+        self._layer = leave_vmap()
+        self._unseen = unseen_by_modes() if self._unseen else None
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._unseen = None
+        enter_vmap_again(self._layer)
+
+    def made(self, tensor: Tensor) -> Tensor:
+        """Tells of a tensor that is no view of another one told."""
+        if self._marks is not None:
+            self._marks.made(tensor)
+        return tensor
+
+
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 
@@ -44,10 +83,10 @@ def _linear(original: Call) -> Call:
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not is_batched(input) or not _plain(weight, bias):
             return original(input, weight, bias)
-        with outside():
-            x = apart(input)
+        x = apart(input)
+        with _Together(x, weight, bias) as call:
             # one matrix product for all positions, whatever the strides: torch itself would not always fold them
-            y = original(x.flatten(0, -2), weight, bias)
+            y = call.made(original(call.made(x.flatten(0, -2)), weight, bias))
             if x.dim() > 2:
                 y = y.view(*x.shape[:-1], y.shape[-1])
         return whole(y)
@@ -59,9 +98,10 @@ def _addmm(original: Call) -> Call:
     def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, **out: Any) -> Tensor:
         if out or not is_batched(mat1) or not _plain(input, mat2) or input.dim() > 1:
             return original(input, mat1, mat2, beta=beta, alpha=alpha, **out)
-        with outside():
-            x = apart(mat1)  # [B, R, p]
-            y = original(input, x.flatten(0, 1), mat2, beta=beta, alpha=alpha).view(*x.shape[:2], -1)
+        x = apart(mat1)  # [B, R, p]
+        with _Together(input, x, mat2) as call:
+            y = call.made(original(input, call.made(x.flatten(0, 1)), mat2, beta=beta, alpha=alpha))
+            y = y.view(*x.shape[:2], -1)
         return whole(y)
 
     return addmm
@@ -74,8 +114,9 @@ def _layer_norm(original: Call) -> Call:
     ) -> Tensor:  # fmt: skip
         if not is_batched(input) or not _plain(weight, bias) or input.dim() < len(normalized_shape):
             return original(input, normalized_shape, weight, bias, eps)
-        with outside():
-            y = original(apart(input), normalized_shape, weight, bias, eps)
+        x = apart(input)
+        with _Together(x, weight, bias) as call:
+            y = call.made(original(x, normalized_shape, weight, bias, eps))
         return whole(y)
 
     return layer_norm
@@ -93,9 +134,10 @@ def _over_rows(dims: int) -> Callable[[Call], Call]:
                 or kwargs.get("return_indices")
             ):
                 return original(input, *args, **kwargs)
-            with outside():
-                x = apart(input)
-                y = original(x if x.dim() == dims + 2 else x.flatten(0, 1), *args, **kwargs)
+            x = apart(input)
+            with _Together(x, *args, *kwargs.values()) as call:
+                y = original(x if x.dim() == dims + 2 else call.made(x.flatten(0, 1)), *args, **kwargs)
+                call.made(y)
                 if x.dim() > dims + 2:
                     y = y.unflatten(0, x.shape[:2])
             return whole(y)
@@ -111,9 +153,9 @@ def _group_norm(original: Call) -> Call:
     ) -> Tensor:
         if not is_batched(input) or not _plain(weight, bias) or input.dim() < 2:
             return original(input, num_groups, weight, bias, eps)
-        with outside():
-            x = apart(input)  # [B, N, C, ...]
-            y = original(x.flatten(0, 1), num_groups, weight, bias, eps).view(x.shape)
+        x = apart(input)  # [B, N, C, ...]
+        with _Together(x, weight, bias) as call:
+            y = call.made(original(call.made(x.flatten(0, 1)), num_groups, weight, bias, eps)).view(x.shape)
         return whole(y)
 
     return group_norm
@@ -127,12 +169,26 @@ def _batch_norm(original: Call) -> Call:
         others = (running_mean, running_var, weight, bias)
         if training or not is_batched(input) or not _plain(*others) or input.dim() < 2:
             return original(input, *others, training, momentum, eps)
-        with outside():
-            x = apart(input)  # [B, N, C, ...]
-            y = original(x.flatten(0, 1), *others, training, momentum, eps).view(x.shape)
+        x = apart(input)  # [B, N, C, ...]
+        with _Together(x, *others) as call:
+            y = call.made(original(call.made(x.flatten(0, 1)), *others, training, momentum, eps)).view(x.shape)
         return whole(y)
 
     return batch_norm
+
+
+def _entry_by_entry(original: Call) -> Call:
+    """A function of one tensor that takes each entry by itself."""
+
+    def function(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not is_batched(input) or True in args or kwargs.get("inplace"):
+            return original(input, *args, **kwargs)
+        x = apart(input)
+        with _Together(x) as call:
+            y = call.made(original(x, *args, **kwargs))
+        return whole(y)
+
+    return function
 
 
 def _einsum(original: Call) -> Call:
@@ -249,9 +305,9 @@ def _cross_entropy(original: Call) -> Call:
             return original(
                 input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
             )  # fmt: skip
-        with outside():
-            x, t = apart(input), apart(target)
-            rows = input.dim() > 1  # [B, N, C, ...]; else [B, C], and a loss for each of B as it is
+        x, t = apart(input), apart(target)
+        rows = input.dim() > 1  # [B, N, C, ...]; else [B, C], and a loss for each of B as it is
+        with _Together(x, t, weight) as call:
             if rows:
                 x, t = x.flatten(0, 1), t.flatten(0, 1)
             each = original(
@@ -262,6 +318,7 @@ def _cross_entropy(original: Call) -> Call:
             if reduction != "none":
                 sums = each.flatten(1).sum(dim=1) if rows else each
                 each = sums if reduction == "sum" else sums / _counted(t, weight, ignore_index, each)
+            call.made(each)
         return whole(each)
 
     return cross_entropy
@@ -400,6 +457,7 @@ _REPLACED: dict[Any, dict[str, Callable[[Call], Call]]] = {
         **{f"conv{n}d": _over_rows(n) for n in (1, 2, 3)},
         **{f"conv_transpose{n}d": _over_rows(n) for n in (1, 2, 3)},
         **{f"{kind}_pool{n}d": _over_rows(n) for kind in ("max", "avg", "adaptive_avg") for n in (1, 2, 3)},
+        **dict.fromkeys(("relu", "gelu", "silu"), _entry_by_entry),
         "embedding": _embedding,
         "layer_norm": _layer_norm,
         "group_norm": _group_norm,
