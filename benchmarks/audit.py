@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.faults import FAULTS
+from lightning_lap2._progress import progress_bar
 from lightning_lap2.audit import AuditResult, Training, audit, plot
-from lightning_lap2.audit.command import progress_bar
 
 COLUMNS = (
     "name", "fault", "mechanism", "canary", "method", "runs", "n", "q", "steps", "noise_multiplier", "delta",

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from lightning_lap2.callback import releases, session
+from lightning_lap2.accounting import Release
+from lightning_lap2.callback import preparing, releases
 from lightning_lap2.callback.releases import Releases
 from lightning_lap2.gradients import vmap
 from lightning_lap2.sampling import PoissonBatchSampler
@@ -33,7 +35,7 @@ def half_noise() -> Iterator[None]:
 @contextmanager
 def bare_layer() -> Iterator[None]:
     """No noise on the first parameter tensor of the module."""
-    release, layouts = releases.release_, session.ParameterLayout
+    release, layouts = releases.release_, preparing.ParameterLayout
     sizes: list[int] = []
 
     def layout(module: Any) -> Any:
@@ -51,7 +53,7 @@ def bare_layer() -> Iterator[None]:
     def partial(total: Any, *, noise: Any, **options: Any) -> None:
         release(total, noise=Skipping(noise), **options)
 
-    with mock.patch.object(releases, "release_", partial), mock.patch.object(session, "ParameterLayout", layout):
+    with mock.patch.object(releases, "release_", partial), mock.patch.object(preparing, "ParameterLayout", layout):
         yield
 
 
@@ -84,13 +86,13 @@ def drawn_twice() -> Iterator[None]:
 @contextmanager
 def small_rate() -> Iterator[None]:
     """The ledger is charged for a quarter of the sampling rate."""
-    charge = Releases.charge
+    event = Releases.event
 
-    def less(made: Releases, dimension: int) -> dict[str, Any]:
-        full = charge(made, dimension)
-        return {**full, "sample_rate": full["sample_rate"] / 4}
+    def less(made: Releases, dimension: int) -> Release:
+        full = event(made, dimension)
+        return replace(full, sample_rate=full.sample_rate / 4)
 
-    with mock.patch.object(Releases, "charge", less):
+    with mock.patch.object(Releases, "event", less):
         yield
 
 

@@ -94,7 +94,7 @@ def run(engine: str, steps: int, folder: str) -> dict[str, list[float]]:
     clock = Clock()
     clock.wrap({"ghost": GhostEngine, "vmap": VmapEngine}[engine], "accumulate", ENGINE)
     clock.wrap(PoissonBatchSampler, "_draw", "drawing the sample")
-    clock.wrap(FitSession, "batch_fetched", "pairing batch and draw")
+    clock.wrap(FitSession, "deliver", "pairing batch and draw")
     clock.wrap(FitSession, "release", "release")
     clock.wrap(Spending, "charge", f"{INSIDE}charge, with the journal on disk")
     clock.wrap(releases, "release_", NOISE)

@@ -23,6 +23,7 @@ from benchmarks.families import find_workload
 from benchmarks.measure import EXACT_MEMORY, peak_of
 from benchmarks.methods import StepFunction, plain
 from benchmarks.workloads import Step, Workload
+from lightning_lap2.callback.ranks import Ranks
 from lightning_lap2.callback.window import release_
 from lightning_lap2.gradients import FlatClipper, ParameterLayout, StepCall
 from lightning_lap2.gradients.engines import make_engine
@@ -104,7 +105,7 @@ def _private(workload: Workload, name: str, rank: int, world: int, normaliser: i
         engine.accumulate(call, layout, clipper, total)
         release_(
             total, noise=noise, scale=1.0, distribution="laplace", normaliser=normaliser, release=0,
-            rank=rank, world_size=world,
+            ranks=Ranks(rank, world),
         )  # fmt: skip
         layout.write_grads(total)
         optimizer.step()

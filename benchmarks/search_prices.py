@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_lap2.accounting import calibrate_noise_multiplier
 from lightning_lap2.accounting.selection import RunCount, plan_search
-from lightning_lap2.commands.text import markdown
+from lightning_lap2.cli.text import markdown
 
 COUNTS: dict[str, Callable[[float], RunCount]] = {
     "logarithmic": lambda mean: RunCount(mean),

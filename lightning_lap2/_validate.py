@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
+
+Choice = TypeVar("Choice", bound=str)
 
 
 def real(name: str, value: Any) -> float:
@@ -62,14 +64,16 @@ def integer(name: str, value: Any, *, minimum: int | None = None) -> int:
     return int(value)
 
 
-def choice(name: str, value: Any, legal: Collection[str]) -> str:
+def choice(name: str, value: Any, legal: Collection[Choice]) -> Choice:
+    """``value``, one of ``legal``."""
     if not isinstance(value, str):
         raise TypeError(
             f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r} of type {type(value).__name__}"
         )
-    if value not in legal:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r}")
-    return value
+    for known in legal:
+        if value == known:
+            return known
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r}")
 
 
 def boolean(name: str, value: Any) -> bool:

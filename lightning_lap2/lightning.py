@@ -22,7 +22,8 @@ class Lap2Privacy(Lap2Core, pl.Callback):
             pays for rounding; docs/guarantee.md, section 11); with adaptive clipping where C starts.
         noise_multiplier: scale / C. ``None``: calibrated so that the planned run spends ``eps`` and no more. Given:
             training goes on until the budget is gone. ``0.0`` only with ``eps=inf``: no noise, no guarantee.
-        mechanism: ``"laplace"``; ``"gaussian"`` (l2 clip) and ``"laplace_l1"`` (l1 clip) are baselines.
+        mechanism: ``"laplace"``; ``"gaussian"`` (l2 clip) and ``"laplace_l1"`` (l1 clip) are baselines; or one that
+            was registered (docs/extending.md), as for ``clipping``.
         bound: ``"tight"`` (valid, the default), ``"joint"`` (valid, looser), ``"published"`` (the paper's printed
             bound, for reproduction only: it is not valid).
         sampling: ``"poisson"`` replaces the train loader's sampling. ``"none"`` keeps the loader's own order, without

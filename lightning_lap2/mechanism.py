@@ -27,17 +27,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+
+from typing_extensions import assert_never
 
 from lightning_lap2 import _validate
-
-MechanismName = Literal["laplace", "gaussian", "laplace_l1"]
-Norm = Literal["l1", "l2"]
-Distribution = Literal["laplace", "gaussian"]
-ClippingName = Literal["flat", "automatic", "per_layer", "adaptive"]
-
-MECHANISMS: tuple[str, ...] = ("laplace", "gaussian", "laplace_l1")
-CLIPPINGS: tuple[str, ...] = ("flat", "automatic", "per_layer", "adaptive")
+from lightning_lap2.accounting import Family, Noise, family_of
+from lightning_lap2.accounting.release import Release
+from lightning_lap2.choices import Norm
 
 COUNT_SENSITIVITY = 0.5
 """What one example adds to the count at most: +1/2 below the threshold, -1/2 above (Andrew et al. 2021)."""
@@ -57,7 +53,7 @@ class Mechanism:
     """Noise and clipping of one release: ``sum of clipped gradients + noise(scale)``.
 
     Args:
-        name: see the table above.
+        name: see the table above, or a registered one (:func:`~lightning_lap2.accounting.register_mechanism`).
         max_grad_norm: C > 0, the norm each example's gradient is clipped to. ``inf`` only without noise.
         noise_multiplier: m >= 0, scale / C. 0 means no noise and no guarantee.
         layer_sizes: coordinates of each separately clipped part; empty: the gradient is one part.
@@ -69,7 +65,7 @@ class Mechanism:
         TypeError, ValueError: naming the argument, its value and the legal set.
     """
 
-    name: MechanismName
+    name: str
     max_grad_norm: float
     noise_multiplier: float
     layer_sizes: tuple[int, ...] = ()
@@ -77,7 +73,7 @@ class Mechanism:
     margin: float = MARGIN
 
     def __post_init__(self) -> None:
-        _validate.choice("mechanism", self.name, MECHANISMS)
+        family_of(self.name)
         _validate.positive("max_grad_norm", self.max_grad_norm)
         _validate.non_negative("noise_multiplier", self.noise_multiplier)
         if math.isinf(self.max_grad_norm) and self.noise_multiplier > 0:
@@ -106,21 +102,38 @@ class Mechanism:
     @property
     def standard_deviation(self) -> float:
         """Standard deviation of the noise on one coordinate of the sum."""
-        return self.scale if self.distribution == "gaussian" else math.sqrt(2) * self.scale
+        return self.noise.standard_deviation * self.scale
 
     @property
-    def distribution(self) -> Distribution:
-        return "gaussian" if self.name == "gaussian" else "laplace"
+    def family(self) -> Family:
+        """What is known of every mechanism of this name."""
+        return family_of(self.name)
+
+    @property
+    def noise(self) -> Noise:
+        """The law of the noise at scale 1."""
+        return self.family.noise
+
+    @property
+    def distribution(self) -> str:
+        """What noise sources call the noise."""
+        return self.noise.name
 
     @property
     def norm(self) -> Norm:
-        return "l1" if self.name == "laplace_l1" else "l2"
+        return self.family.norm
 
     @property
     def layer_share(self) -> float:
         """``layer_norm / C``."""
         parts = max(1, len(self.layer_sizes))
-        return 1 / parts if self.norm == "l1" else 1 / math.sqrt(parts)
+        match self.norm:
+            case "l1":
+                return 1 / parts
+            case "l2":
+                return 1 / math.sqrt(parts)
+            case _:
+                assert_never(self.norm)
 
     @property
     def layer_norm(self) -> float:
@@ -148,7 +161,13 @@ class Mechanism:
             examples: E, expected in one sum, over all ranks.
             unit: u of the type that the sum is kept in, 2^-24 for fp32.
         """
-        spread = float(dimension) if self.norm == "l1" else math.sqrt(dimension)
+        match self.norm:
+            case "l1":
+                spread = float(dimension)
+            case "l2":
+                spread = math.sqrt(dimension)
+            case _:
+                assert_never(self.norm)
         noise = GRID_SHIFT * self.noise_multiplier / self.layer_share * spread
         return replace(self, margin=MARGIN / 2 + 4 * unit * examples + max(MARGIN / 2, noise))
 
@@ -164,12 +183,12 @@ class Mechanism:
         own = GRID_SHIFT * self.count_noise_scale / COUNT_SENSITIVITY
         return self.scale / self.count_noise_scale * (1 - 2**-20 - own)
 
-    def charge(self, *, sample_rate: float, dimension: int) -> dict[str, Any]:
-        """What :meth:`~lightning_lap2.accounting.MajorizedAccountant.step` is to be told of one such release; plain,
-        JSON-able values.
+    def release(self, *, sample_rate: float, dimension: int) -> Release:
+        """The event that one such release is to the accountant.
 
-        Layers are named under Laplace noise only: under Gaussian noise the parts' squared norms add up to C^2 and cost
-        what the whole does. The charge does not depend on C, so it stays the same while C follows released values.
+        Layers are named where they cost (``Family.layers_cost``): under Gaussian noise the parts' squared norms add up
+        to C^2 and cost what the whole does. The event does not depend on C, so it stays the same while C follows
+        released values.
 
         Args:
             sample_rate: q.
@@ -180,13 +199,12 @@ class Mechanism:
         """
         if self.layer_sizes and sum(self.layer_sizes) != dimension:
             raise ValueError(f"layer_sizes hold {sum(self.layer_sizes)} coordinates, the gradient {dimension}")
-        found: dict[str, Any] = {
-            "noise_multiplier": self.noise_multiplier,
-            "sample_rate": sample_rate,
-            "dimension": dimension,
-        }
-        if self.layer_sizes and self.distribution == "laplace":
-            found["layers"] = [[n, self.layer_share, count] for n, count in Counter(self.layer_sizes).items()]
-        if self.count_noise_scale is not None:
-            found["extra_blocks"] = [[1, self.count_noise_scale / COUNT_SENSITIVITY]]
-        return found
+        apart = Counter(self.layer_sizes) if self.family.layers_cost else {}
+        beside = [] if self.count_noise_scale is None else [(1, self.count_noise_scale / COUNT_SENSITIVITY)]
+        return Release(
+            self.noise_multiplier,
+            sample_rate,
+            dimension,
+            extra_blocks=beside,
+            layers=[(n, self.layer_share, count) for n, count in apart.items()],
+        )

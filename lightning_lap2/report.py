@@ -219,7 +219,7 @@ def rounded_up(value: float) -> str:
     """Six digits, never below ``value``: a stated epsilon must not be too small."""
     if math.isinf(value):
         return "inf"
-    return f"{Context(prec=6, rounding=ROUND_CEILING).create_decimal(value):g}"
+    return f"{float(Context(prec=6, rounding=ROUND_CEILING).create_decimal(value)):g}"
 
 
 def write_report(report: PrivacyReport, directory: Path, *, warn: Callable[[str], object]) -> None:

@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 import lightning_lap2
+from lightning_lap2.choices import (
+    MECHANISMS,
+    Bound,
+    ClippingName,
+    EngineName,
+    NoiseSourceName,
+    Norm,
+    OnRecordError,
+    Sampling,
+)
 
 ROOT = Path(lightning_lap2.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-GROUND = {"errors", "_validate", "_version", "_lazy", "_progress", "_values"}
+GROUND = {"errors", "choices", "_validate", "_registry", "_version", "_lazy", "_progress"}
 # what each package, or module at the root, may import beside the ground and itself
 ARROWS: dict[str, set[str]] = {
     "accounting": set(),
     "mechanism": {"accounting"},
     "report": set(),
-    "noise": {"mechanism"},
+    "noise": {"accounting", "mechanism"},
     "batches": set(),
     "sampling": {"batches"},
     "gradients": {"batches", "mechanism"},
     "figures": {"accounting", "mechanism"},
-    "finished": {"report"},
+    "finished": {"accounting", "report"},
+    "cli": {"accounting", "report", "figures", "finished"},  # what trains is imported by the command that is called
     "callback": {"accounting", "mechanism", "report", "noise", "batches", "sampling", "gradients"},
 }
 
@@ -33,10 +48,14 @@ def package(file: Path) -> str:
     return file.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def imports(file: Path, *, nested: bool) -> Iterator[tuple[str, list[str]]]:
     """(module, names) that a file imports; ``nested``: inside functions too. Not under ``TYPE_CHECKING``."""
-    tree = ast.parse(file.read_text())
-    for node in ast.walk(tree) if nested else tree.body:
+    for node in ast.walk(tree(file)) if nested else tree(file).body:
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module, [alias.name for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -88,3 +107,89 @@ def test_torchs_private_functorch_is_in_one_file() -> None:
         found = [m for m, _ in imports(file, nested=True) if m.startswith(("torch._C._functorch", "torch._functorch"))]
         assert not found or file == ROOT / "gradients" / "physical.py", file.relative_to(ROOT)
         assert "_C._functorch" not in file.read_text() or file.name == "physical.py", file.relative_to(ROOT)
+
+
+MECHANISM_NAMES = set(MECHANISMS)
+
+
+def names_of_choices(node: ast.AST) -> set[str]:
+    """Mechanisms, or laws of noise, that an expression compares with or a pattern matches."""
+    return {
+        found.value
+        for found in ast.walk(node)
+        if isinstance(found, ast.Constant) and isinstance(found.value, str) and found.value in MECHANISM_NAMES
+    }
+
+
+def test_no_else_decides_among_mechanisms() -> None:
+    """A name compared in an ``if`` makes its ``else`` mean all the others, one that is added tomorrow among them."""
+    for file in FILES:
+        for node in ast.walk(tree(file)):
+            if isinstance(node, (ast.If, ast.IfExp)):
+                found = names_of_choices(node.test)
+                assert not found, f"{file.relative_to(ROOT)}:{node.lineno} decides by {sorted(found)}"
+
+
+@pytest.mark.parametrize("choice", [Norm, Bound, Sampling, ClippingName, EngineName, NoiseSourceName, OnRecordError])
+def test_names_to_choose_among_stand_once(choice: Any) -> None:
+    """In choices.py: no other ``Literal``, tuple or list has all of them."""
+    names = set(get_args(choice))
+    for file in FILES:
+        if file.name == "choices.py":
+            continue
+        for node in ast.walk(tree(file)):
+            if isinstance(node, (ast.Tuple, ast.List)):
+                told = {part.value for part in node.elts if isinstance(part, ast.Constant)}
+                assert told != names, f"{file.relative_to(ROOT)}:{node.lineno} lists {sorted(names)} again"
+
+
+def test_a_match_on_a_choice_ends_in_assert_never() -> None:
+    """Or in a pattern that binds the name and uses it: what was registered, or a refusal."""
+    everything = {
+        name
+        for choice in (Norm, Bound, Sampling, ClippingName, EngineName, NoiseSourceName)
+        for name in get_args(choice)
+    }
+    for file in FILES:
+        for node in ast.walk(tree(file)):
+            if not isinstance(node, ast.Match):
+                continue
+            literals = {
+                part.value for case in node.cases for part in ast.walk(case.pattern) if isinstance(part, ast.Constant)
+            }
+            if literals and literals <= everything | MECHANISM_NAMES:
+                last = node.cases[-1]
+                used = {part.id for part in ast.walk(ast.Module(last.body, [])) if isinstance(part, ast.Name)}
+                bound = last.pattern.name if isinstance(last.pattern, ast.MatchAs) else None
+                where = f"{file.relative_to(ROOT)}:{node.lineno}"
+                assert "assert_never" in used or bound in used, where
+
+
+def test_no_circle_of_imports() -> None:
+    """Among modules, when they are imported: a package's names are taken from its ``__init__``, or are modules."""
+    modules = {
+        ".".join(("lightning_lap2", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): file
+        for file in FILES
+    }
+    reached: dict[str, set[str]] = {}
+    for name, file in modules.items():
+        found = {
+            own if (own := f"{module}.{part}") in modules else module
+            for module, names in imports(file, nested=False)
+            for part in names or [""]
+        }
+        reached[name] = found & set(modules)
+    order = TopologicalSorter(reached)
+    order.prepare()  # raises CycleError
+
+
+def test_only_what_is_exported_is_registered_from_outside() -> None:
+    """The registration points of docs/extending.md are public names of their packages."""
+    for package, name in [
+        ("lightning_lap2", "register_batch_type"),
+        ("lightning_lap2.accounting", "register_mechanism"),
+        ("lightning_lap2.accounting", "register_route"),
+        ("lightning_lap2.gradients", "register_clipping"),
+        ("lightning_lap2.gradients.ghost", "register_ghost_rule"),
+    ]:
+        assert name in import_module(package).__all__

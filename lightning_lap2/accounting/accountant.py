@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightning_lap2.accounting import _check
-from lightning_lap2.accounting._search import last_affordable
+from lightning_lap2.accounting.budget import most_steps
 from lightning_lap2.accounting.composition import Composition
 from lightning_lap2.accounting.forecast import EpsilonForecast, build_forecast
-from lightning_lap2.accounting.release import Release, check_pair, make_release, warn_if_unsound
+from lightning_lap2.accounting.release import Release, check_pair, warn_if_unsound
 from lightning_lap2.accounting.routes.best import best_delta, best_epsilon, orders_epsilon
 from lightning_lap2.accounting.routes.moments import Array, renyi_divergences
 from lightning_lap2.accounting.routes.orders import Orders
@@ -31,8 +30,8 @@ class MajorizedAccountant:
             Gaussian steps through two classes of test functions, domination by Gaussian steps), ``"joint"`` (the
             paper's majorization set with one coin; looser) or ``"published"`` (Theorem III.7 as printed, which is
             not a valid bound: it warns).
-        mechanism: ``"laplace"`` (l2 clipping), ``"gaussian"`` (l2 clipping) or ``"laplace_l1"`` (l1 clipping);
-            the last two with ``bound="tight"`` only.
+        mechanism: ``"laplace"`` (l2 clipping), ``"gaussian"`` (l2 clipping), ``"laplace_l1"`` (l1 clipping) or a
+            registered one (:func:`register_mechanism`); all but the first with ``bound="tight"`` only.
 
     Attributes:
         bound, mechanism: as given.
@@ -88,10 +87,11 @@ class MajorizedAccountant:
             layers: (dimension, share, count) of the parts that are clipped separately, each to share * C; see
                 :class:`~lightning_lap2.accounting.Release`.
         """
-        release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
-        self._charge(release, _check.steps(steps))
+        self.charge(Release(noise_multiplier, sample_rate, dimension, extra_blocks, layers), steps)
 
-    def _charge(self, release: Release, steps: int) -> None:
+    def charge(self, release: Release, steps: int = 1) -> None:
+        """Charge ``steps`` times one release: :meth:`step` for an event that is at hand."""
+        steps = _check.steps(steps)
         if self._steps + steps > _check.MAX_STEPS:
             raise ValueError(f"steps must be an integer in [0, 2**53] in total, got {self._steps + steps}")
         self._steps += steps
@@ -170,16 +170,8 @@ class MajorizedAccountant:
             >>> MajorizedAccountant().steps_within(eps=1.0, delta=1e-5, **plan)
             7468
         """
-        release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
-        eps, delta = _check.eps(eps), _check.delta(delta)
-        composition = self.composition
-
-        def cost(further: int) -> float:
-            return best_epsilon(composition.adding(release, further), delta, enough=eps)
-
-        if math.isinf(eps) or (release.is_free and cost(0) <= eps):
-            return math.inf
-        return last_affordable(cost, eps, _check.MAX_STEPS - self.steps)
+        release = Release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
+        return most_steps(self.composition, release, eps=_check.eps(eps), delta=_check.delta(delta))
 
     def forecast(
         self,
@@ -221,7 +213,7 @@ class MajorizedAccountant:
             >>> forecast.epsilon(1000) == accountant.epsilon(delta=1e-5)
             True
         """
-        release = make_release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
+        release = Release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
         return build_forecast(self.composition, release, _check.steps(steps), _check.delta(delta))
 
     def copy(self) -> MajorizedAccountant:
@@ -230,11 +222,10 @@ class MajorizedAccountant:
 
     def without_extra_blocks(self) -> MajorizedAccountant:
         """A copy whose releases leave out their extra blocks: to see what these cost, not to state a guarantee."""
-        ledger: dict[Release, int] = {}
+        clone = self._of({})
         for release, steps in self._ledger.items():
-            alone = replace(release, extra_blocks=())
-            ledger[alone] = ledger.get(alone, 0) + steps
-        return self._of(ledger)
+            clone.charge(release.without_extra_blocks(), steps)
+        return clone
 
     def _of(self, ledger: Mapping[Release, int]) -> MajorizedAccountant:
         clone = object.__new__(type(self))  # no second warning of an unsound bound
@@ -242,7 +233,7 @@ class MajorizedAccountant:
             self.mechanism,
             self.bound,
             dict(ledger),
-            self._steps,
+            sum(ledger.values()),
         )
         return clone
 
@@ -252,17 +243,7 @@ class MajorizedAccountant:
             "version": STATE_VERSION,
             "bound": self.bound,
             "mechanism": self.mechanism,
-            "releases": [
-                {
-                    "noise_multiplier": _encode(r.noise_multiplier),
-                    "sample_rate": r.sample_rate,
-                    "dimension": _encode(r.dimension),
-                    "extra_blocks": [[_encode(n), _encode(m)] for n, m in r.extra_blocks],
-                    **({"layers": [[_encode(n), share, count] for n, share, count in r.layers]} if r.layers else {}),
-                    "steps": steps,
-                }
-                for r, steps in self._ledger.items()
-            ],
+            "releases": [{**release.to_dict(), "steps": steps} for release, steps in self._ledger.items()],
         }
 
     @classmethod
@@ -278,17 +259,9 @@ class MajorizedAccountant:
                 raise ValueError(f"version must be {STATE_VERSION}, got {state['version']!r}")
             accountant = cls(bound=state["bound"], mechanism=state["mechanism"])
             for entry in state["releases"]:
-                layered = {"layers"} if "layers" in entry else set()
-                _expect_keys(entry, {"noise_multiplier", "sample_rate", "dimension", "extra_blocks", "steps"} | layered)
-                release = make_release(
-                    _decode(entry["noise_multiplier"]),
-                    entry["sample_rate"],
-                    _decode(entry["dimension"]),
-                    [(_decode(n), _decode(m)) for n, m in entry["extra_blocks"]],
-                    [(_decode(n), share, count) for n, share, count in entry.get("layers", ())],
-                )
-                accountant._charge(release, _check.steps(entry["steps"]))
-        except (TypeError, ValueError, KeyError) as error:
+                release = Release.from_dict({name: value for name, value in entry.items() if name != "steps"})
+                accountant.charge(release, entry["steps"])
+        except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise ValueError(f"state is not a valid accountant state: {error}") from error
         return accountant
 
@@ -302,16 +275,6 @@ class MajorizedAccountant:
 
     def __repr__(self) -> str:
         return f"MajorizedAccountant(bound={self.bound!r}, mechanism={self.mechanism!r}, steps={self.steps})"
-
-
-def _encode(value: float) -> float | int | str:
-    if math.isinf(value):
-        return "inf"
-    return int(value) if value == math.floor(value) and abs(value) < _check.MAX_STEPS else value
-
-
-def _decode(value: object) -> Any:
-    return math.inf if isinstance(value, str) and value == "inf" else value
 
 
 def _expect_keys(entry: object, keys: set[str]) -> None:

@@ -8,17 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_lap2.accounting import _check
-from lightning_lap2.accounting._search import smallest_safe
 from lightning_lap2.accounting.accountant import MajorizedAccountant
-from lightning_lap2.accounting.composition import Composition
-from lightning_lap2.accounting.release import check_pair, make_release
-from lightning_lap2.accounting.routes.best import best_epsilon
-
-_RTOL = 5e-5
-
-
-class NoFiniteNoiseError(ValueError):
-    """No finite noise multiplier meets the budget."""
+from lightning_lap2.accounting.budget import least_multiplier
+from lightning_lap2.accounting.release import Release, check_pair
 
 
 def calibrate_noise_multiplier(
@@ -67,7 +59,7 @@ def calibrate_noise_multiplier(
     """
     mechanism, bound = check_pair(mechanism, bound)
     eps, delta, steps = _check.eps(eps), _check.delta(delta), _check.steps(steps)
-    make_release(1.0, sample_rate, dimension, extra_blocks, layers)
+    release = Release(math.inf, sample_rate, dimension, extra_blocks, layers)
     spent = MajorizedAccountant(bound=bound, mechanism=mechanism) if accountant is None else accountant
     if (spent.bound, spent.mechanism) != (bound, mechanism):
         raise ValueError(
@@ -75,34 +67,7 @@ def calibrate_noise_multiplier(
             f"mechanism={spent.mechanism!r}"
         )
 
-    def composed(m: float) -> Composition:
-        return spent.composition.adding(make_release(m, sample_rate, dimension, extra_blocks, layers), steps)
-
-    def cost(m: float) -> float:
-        return best_epsilon(composed(m), delta, enough=eps)
-
-    if cost(0.0) <= eps:
-        return 0.0
-    if not cost(math.inf) <= eps:
-        beside = " with what is released beside (extra_blocks)" if extra_blocks else ""
-        raise _no_noise_serves(eps, delta, f"what was released before costs more{beside}")
-    best = smallest_safe(cost, eps, _first_guess(eps, delta, sample_rate, steps), _RTOL)
-    if math.isinf(best):
-        raise _no_noise_serves(eps, delta, f"the cost stays above eps up to m = 1e120 at delta={delta!r}")
-    return best
-
-
-def _no_noise_serves(eps: float, delta: float, why: str) -> NoFiniteNoiseError:
-    return NoFiniteNoiseError(
-        f"eps must be one that a finite noise multiplier can meet, got eps={eps!r} at delta={delta!r}: {why}"
-    )
-
-
-def _first_guess(eps: float, delta: float, rate: float, steps: int) -> float:
-    """The paper's closed form b* / C = (2 q / eps) sqrt(T log(1/delta)), kept within reason."""
-    log_inverse = -math.log(delta) if 0.0 < delta < 1.0 else 50.0
-    guess = 2.0 * rate * math.sqrt(steps * log_inverse) / max(eps, 1e-6)
-    return min(max(guess, 0.3), 1e6)
+    return least_multiplier(spent.composition, release, steps, eps=eps, delta=delta)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from lightning_lap2.accounting import _check
 from lightning_lap2.accounting.release import Release
+from lightning_lap2.choices import Bound
 
 
 @dataclass(frozen=True)
@@ -16,17 +17,17 @@ class Composition:
     """Releases of one mechanism, with the number of times each was made.
 
     Attributes:
-        mechanism: ``"laplace"``, ``"gaussian"`` or ``"laplace_l1"``.
+        mechanism: the name of a :class:`~lightning_lap2.accounting.family.Family`.
         bound: ``"tight"``, ``"joint"`` or ``"published"``.
         counts: (release, steps), each release once, in the order of their first charge.
     """
 
     mechanism: str
-    bound: str
+    bound: Bound
     counts: tuple[tuple[Release, int], ...] = ()
 
     @classmethod
-    def of(cls, mechanism: str, bound: str, counts: Iterable[tuple[Release, int]]) -> Composition:
+    def of(cls, mechanism: str, bound: Bound, counts: Iterable[tuple[Release, int]]) -> Composition:
         """Build from any pairs (release, steps): equal releases are added up.
 
         Raises:

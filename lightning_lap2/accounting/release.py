@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_lap2 import _validate
 from lightning_lap2.accounting import _check
+from lightning_lap2.accounting.family import family_of
+from lightning_lap2.choices import BOUNDS, Bound
 
-BOUNDS = ("tight", "joint", "published")
-MECHANISMS = ("laplace", "gaussian", "laplace_l1")
 _LEAST = 5e-324
 
 
@@ -19,7 +20,7 @@ class UnsoundBoundWarning(UserWarning):
     """The bound asked for reproduces a published formula that does not bound the privacy loss."""
 
 
-def check_pair(mechanism: object, bound: object) -> tuple[str, str]:
+def check_pair(mechanism: object, bound: object) -> tuple[str, Bound]:
     """Return the (mechanism, bound) pair if it is supported, else raise.
 
     Raises:
@@ -27,11 +28,11 @@ def check_pair(mechanism: object, bound: object) -> tuple[str, str]:
         ValueError: where either is unknown, or the two do not go together: ``"joint"`` and ``"published"``
             are statements about Laplace noise with l2 clipping only.
     """
-    name = _validate.choice("mechanism", mechanism, MECHANISMS)
-    kind = _validate.choice("bound", bound, BOUNDS)
-    if name != "laplace" and kind != "tight":
-        raise ValueError(f"bound must be 'tight' where mechanism={name!r}, got {kind!r}")
-    return name, kind
+    family, kind = family_of(mechanism), _validate.choice("bound", bound, BOUNDS)
+    if kind not in family.bounds:
+        legal = " or ".join(map(repr, family.bounds))
+        raise ValueError(f"bound must be {legal} where mechanism={family.name!r}, got {kind!r}")
+    return family.name, kind
 
 
 def warn_if_unsound(bound: str, stacklevel: int = 3) -> None:
@@ -67,8 +68,8 @@ class Release:
     noise_multiplier: float
     sample_rate: float
     dimension: float
-    extra_blocks: tuple[tuple[float, float], ...] = ()
-    layers: tuple[tuple[float, float, int], ...] = ()
+    extra_blocks: Sequence[tuple[float, float]] = ()
+    layers: Sequence[tuple[float, float, int]] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "noise_multiplier", _check.noise_multiplier(self.noise_multiplier))
@@ -95,18 +96,56 @@ class Release:
         """Whether some block carries no noise: an example that is drawn is revealed."""
         return self.sample_rate > 0.0 and any(rho == math.inf for _, rho in self.blocks)
 
+    def with_multiplier(self, noise_multiplier: float) -> Release:
+        """The same release with another noise multiplier m; its extra blocks keep theirs."""
+        return replace(self, noise_multiplier=noise_multiplier)
+
+    def without_extra_blocks(self) -> Release:
+        """The vector alone."""
+        return replace(self, extra_blocks=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python numbers, strings and lists: strict JSON, infinities written ``"inf"``."""
+        return {
+            "noise_multiplier": _encode(self.noise_multiplier),
+            "sample_rate": self.sample_rate,
+            "dimension": _encode(self.dimension),
+            "extra_blocks": [[_encode(n), _encode(m)] for n, m in self.extra_blocks],
+            **({"layers": [[_encode(n), share, count] for n, share, count in self.layers]} if self.layers else {}),
+        }
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Release:
+        """What :meth:`to_dict` gave; ``extra_blocks`` and ``layers`` may be left out where there are none.
+
+        Raises:
+            TypeError, ValueError: an entry is missing, unknown or illegal, saying which.
+        """
+        if not isinstance(found, Mapping) or not _NEEDED <= found.keys() <= _NEEDED | _OPTIONAL:
+            shown = sorted(found) if isinstance(found, Mapping) else found
+            raise ValueError(f"expected the entries {sorted(_NEEDED)} of a release, got {shown!r}")
+        return cls(
+            _decode(found["noise_multiplier"]),
+            found["sample_rate"],
+            _decode(found["dimension"]),
+            [(_decode(n), _decode(m)) for n, m in found.get("extra_blocks", ())],
+            [(_decode(n), share, count) for n, share, count in found.get("layers", ())],
+        )
+
+
+_NEEDED = {"noise_multiplier", "sample_rate", "dimension"}
+_OPTIONAL = {"extra_blocks", "layers"}
+
+
+def _encode(value: float) -> float | int | str:
+    if math.isinf(value):
+        return "inf"
+    return int(value) if value == math.floor(value) and abs(value) < _check.MAX_STEPS else value
+
+
+def _decode(value: object) -> Any:
+    return math.inf if isinstance(value, str) and value == "inf" else value
+
 
 def _inverse(multiplier: float) -> float:
     return math.inf if multiplier < 1e-300 else 1.0 / multiplier
-
-
-def make_release(
-    noise_multiplier: float,
-    sample_rate: float,
-    dimension: float,
-    extra_blocks: Sequence[tuple[float, float]] = (),
-    layers: Sequence[tuple[float, float, int]] = (),
-) -> Release:
-    """Build a :class:`Release`; the one place where sequences become tuples."""
-    n = _check.dimension(dimension)
-    return Release(noise_multiplier, sample_rate, n, _check.blocks(extra_blocks), _check.layers(layers, n))

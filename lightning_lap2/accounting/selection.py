@@ -32,7 +32,9 @@ from lightning_lap2 import _validate
 from lightning_lap2.accounting import _check
 from lightning_lap2.accounting._search import last_affordable, smallest_safe
 from lightning_lap2.accounting.accountant import MajorizedAccountant
-from lightning_lap2.accounting.calibration import NoFiniteNoiseError, calibrate_noise_multiplier
+from lightning_lap2.accounting.budget import NoFiniteNoiseError, least_multiplier, most_steps
+from lightning_lap2.accounting.calibration import calibrate_noise_multiplier
+from lightning_lap2.accounting.release import Release
 from lightning_lap2.accounting.routes.conversion import epsilon_objective
 
 Distribution = Literal["negative_binomial", "poisson"]
@@ -246,38 +248,37 @@ class RunLimit:
             return math.inf
         return min((runs.mean * delta for eps, delta in self.points if eps <= _reach(order)), default=math.inf)
 
-    def noise_multiplier(
-        self, *, accountant: MajorizedAccountant | None = None, bound: str, mechanism: str, **plan: Any
-    ) -> float:
-        """Smallest noise multiplier with which a plan keeps the limit; arguments, result and errors as those of
-        :func:`~lightning_lap2.accounting.calibrate_noise_multiplier`."""
-        spent = MajorizedAccountant(bound=bound, mechanism=mechanism) if accountant is None else accountant
+    def least_multiplier(self, spent: MajorizedAccountant, release: Release, steps: int) -> float:
+        """Smallest noise multiplier with which ``steps`` further releases keep the limit; arguments, result and errors
+        as those of :func:`~lightning_lap2.accounting.budget.least_multiplier`."""
 
         def composed(multiplier: float) -> MajorizedAccountant:
             total = spent.copy()
-            total.step(noise_multiplier=multiplier, **plan)
+            total.charge(release.with_multiplier(multiplier), steps)
             return total
 
-        told = {"accountant": accountant, "bound": bound, "mechanism": mechanism, **plan}
-        least = max((calibrate_noise_multiplier(eps=eps, delta=delta, **told) for eps, delta in self.points), default=0)
+        before = spent.composition
+        needed = [least_multiplier(before, release, steps, eps=eps, delta=delta) for eps, delta in self.points]
+        least = max(needed, default=0.0)
         for order, value in self.divergences:
             least = max(least, _multiplier_within(composed, order, value, start=max(least, 0.1)))
         while not self.met_by(composed(least)):  # a larger multiplier than a point's own: up to rounding it serves
             least *= 1.0 + 2.0 * _RTOL
         return least
 
-    def steps_within(self, accountant: MajorizedAccountant, **charge: Any) -> int | float:
-        """Largest number of further releases that keep the limit; ``charge`` and result as for
-        :meth:`~lightning_lap2.accounting.MajorizedAccountant.steps_within`."""
-        found = [accountant.steps_within(eps=eps, delta=delta, **charge) for eps, delta in self.points]
+    def most_steps(self, spent: MajorizedAccountant, release: Release) -> int | float:
+        """Largest number of further releases that keep the limit; arguments and result as those of
+        :func:`~lightning_lap2.accounting.budget.most_steps`."""
+        before = spent.composition
+        found = [most_steps(before, release, eps=eps, delta=delta) for eps, delta in self.points]
         for order, value in self.divergences:
 
             def cost(further: int, order: float = order) -> float:
-                total = accountant.copy()
-                total.step(steps=further, **charge)
+                total = spent.copy()
+                total.charge(release, further)
                 return float(total.renyi_divergences([order])[0])
 
-            found.append(last_affordable(cost, value, _check.MAX_STEPS - accountant.steps))
+            found.append(last_affordable(cost, value, _check.MAX_STEPS - spent.steps))
         return min(found)
 
 

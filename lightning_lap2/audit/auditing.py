@@ -12,13 +12,14 @@ import numpy.typing as npt
 from torch.utils.data import DataLoader
 
 from lightning_lap2 import _validate
+from lightning_lap2.accounting import family_of
 from lightning_lap2.audit.bench import Bench, Training
 from lightning_lap2.audit.bounds import guesses_bound, rates_bound
 from lightning_lap2.audit.canaries import CANARIES, CanaryKind, Relabelled, make_directions, mislabelled
 from lightning_lap2.audit.losses import LossWatch
 from lightning_lap2.audit.probes import GradientProbe, LeaveOut, Tick
 from lightning_lap2.audit.result import AuditResult
-from lightning_lap2.mechanism import Norm
+from lightning_lap2.choices import MECHANISMS
 from lightning_lap2.sampling import Units, rebuild_loader
 from lightning_lap2.sampling.units import unit_name
 
@@ -162,7 +163,7 @@ class _Gradients:
         layout, size = bench.layout(), num_units(training)
         if count is None and method == "one_run":
             count = min(_ONE_RUN_CANARIES, size, *([layout.numel] if kind == "one_coordinate" else []))
-        norm: Norm = "l1" if training.privacy.get("mechanism") == "laplace_l1" else "l2"
+        norm = family_of(training.privacy.get("mechanism", MECHANISMS[0])).norm
         self.directions = make_directions(kind, count, layout, norm, choose)
         self.slots = choose_slots(size, len(self.directions), choose)
         self.groups = self.directions.tensors(layout)

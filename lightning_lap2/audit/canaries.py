@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_lap2.choices import Norm, order
 from lightning_lap2.gradients import ParameterLayout
-from lightning_lap2.mechanism import Norm
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -112,7 +112,7 @@ def even_spread(count: int, n: int, norm: Norm, rng: np.random.Generator) -> Arr
             f"canaries={count} spread over {n} trainable scalars are {count * n:.1e} numbers: use at most "
             f"{LARGEST_SPREAD // n} canaries, or canary='one_coordinate'"
         )
-    return (rng.integers(0, 2, size=(count, n)) * 2.0 - 1.0) / (n if norm == "l1" else np.sqrt(n))
+    return (rng.integers(0, 2, size=(count, n)) * 2.0 - 1.0) / n ** (1 / order(norm))
 
 
 def make_directions(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning_lap2.callback.trainer.batches import step_arguments, transferred
 from lightning_lap2.gradients.recorder import Recorder
 
 Array = npt.NDArray[np.float64]
@@ -54,12 +54,9 @@ def record_losses(trainer: Any, module: Any, records: Sequence[Any], collate: Ca
         with recorder.shadowing(), torch.no_grad():
             for record in records:
                 trace = recorder.begin()
-                batch = trainer.precision_plugin.convert_input(collate([record]))
-                batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-                batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-                arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
+                arguments = step_arguments(trainer, transferred(trainer, module, collate([record])))
                 with trainer.precision_plugin.train_step_context():
-                    loss = trace.take_output(module.training_step(*arguments.values()))
+                    loss = trace.take_output(module.training_step(*arguments))
                 found.append(np.nan if loss is None else float(loss))
     finally:
         module.train(training)

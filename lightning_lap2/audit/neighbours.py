@@ -30,9 +30,9 @@ from lightning_lap2 import _validate
 from lightning_lap2.audit.bench import QUIET, Training, quiet
 from lightning_lap2.audit.replay_result import Neighbour, ReplayResult
 from lightning_lap2.batches.generators import seeded_generators
-from lightning_lap2.callback.probe import Probe, Release
+from lightning_lap2.callback.probe import Claim, Probe
+from lightning_lap2.choices import Norm, order
 from lightning_lap2.gradients import StepCall
-from lightning_lap2.mechanism import Norm
 from lightning_lap2.noise.grid import spacing
 from lightning_lap2.sampling import Part, rebuild_loader
 from lightning_lap2.sampling.units import bound_to
@@ -98,7 +98,7 @@ def replay(
     return ReplayResult(
         claim=report,
         null=null,
-        norm=reference.release.mechanism.norm,
+        norm=reference.claim.mechanism.norm,
         steps=len(reference.values),
         slack=SLACK.get(str(report.precision), LOW_PRECISION_SLACK),
         neighbours=tuple(neighbours),
@@ -130,8 +130,8 @@ class _Run(Probe):
         self.logged: list[float] = []
         self.random = False
 
-    def begin(self, release: Release) -> None:
-        self.release = release
+    def begin(self, claim: Claim) -> None:
+        self.claim = claim
 
     def drawn(self, part: Part, call: StepCall) -> StepCall:
         present = (*part.records, *part.left_out)
@@ -166,7 +166,7 @@ class _Run(Probe):
             def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
                 at = len(run.values) - 1
                 if run.reference is not None and 0 <= at < len(run.reference.values):
-                    run.release.layout.write_grads(run.reference.values[at].clone())
+                    run.claim.layout.write_grads(run.reference.values[at].clone())
 
             def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
                 run.logged.append(float(trainer.callback_metrics.get("privacy/epsilon", float("nan"))))
@@ -223,10 +223,10 @@ def _compare(record: int, one: _Run, other: _Run, report: dict[str, Any], withou
     }
     changed += [name for name, equal in public.items() if not equal]
     # C less its margin, which is for rounding and not for a gradient to use up
-    norm, unit = one.release.mechanism.norm, one.release.mechanism.clip_norm / one.release.normaliser
+    norm, unit = one.claim.mechanism.norm, one.claim.mechanism.clip_norm / one.claim.normaliser
     drawn_at = one.drawn_at.get(record, set())
-    cell = spacing(one.release.mechanism.scale, one.cells) / one.release.normaliser
-    cells = cell * _length(torch.ones(one.release.layout.numel, dtype=torch.float64), norm) / unit
+    cell = spacing(one.claim.mechanism.scale, one.cells) / one.claim.normaliser
+    cells = cell * _length(torch.ones(one.claim.layout.numel, dtype=torch.float64), norm) / unit
     moved, elsewhere, rounding = 0.0, 0.0, 0.0
     for number, (mine, theirs) in enumerate(zip(one.values, other.values, strict=False)):
         difference = _length(mine.double() - theirs.double(), norm) / unit
@@ -250,7 +250,7 @@ def _first_release(run: _Run) -> int:
 
 
 def _length(values: Tensor, norm: Norm) -> float:
-    return float(torch.linalg.vector_norm(values, 1 if norm == "l1" else 2))
+    return float(torch.linalg.vector_norm(values, order(norm)))
 
 
 # -- random numbers of the training's own -----------------------------------------------------------------------------

@@ -10,17 +10,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_lap2.accounting import GAUSSIAN, Noise
 from lightning_lap2.audit.canaries import RAW_LENGTH, Directions
 from lightning_lap2.audit.scores import log_mixture, log_ratio
-from lightning_lap2.callback.probe import Probe, Release
+from lightning_lap2.callback.probe import Claim, Probe
+from lightning_lap2.choices import Norm, order
 from lightning_lap2.gradients import StepCall
-from lightning_lap2.mechanism import Distribution, Norm
 from lightning_lap2.sampling import Part
 
 Array = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 # per canary what is seen [K, d] and what the canary adds [K, d], in units of the noise scale; and the noise
-View = tuple[Array, Array, Distribution]
+View = tuple[Array, Array, Noise]
 
 Tick = Callable[[int, float], None]
 
@@ -44,15 +45,15 @@ class LeaveOut(Probe):
         self.included = included
         self.absent = frozenset(slot for slot, k in self.slots.items() if not included[k])
 
-    def begin(self, release: Release) -> None:
-        if not release.mechanism.noise_multiplier:
+    def begin(self, claim: Claim) -> None:
+        if not claim.mechanism.noise_multiplier:
             raise ValueError("noise_multiplier=0.0 claims an infinite epsilon: there is nothing to audit; give noise")
-        self.release = release
+        self.claim = claim
 
     def released(self, values: Tensor) -> None:
         self._releases += 1
         if self._tick is not None:
-            self._tick(self._releases, max(self.release.steps, self._releases))
+            self._tick(self._releases, max(self.claim.steps, self._releases))
 
 
 class GradientProbe(LeaveOut):
@@ -84,9 +85,9 @@ class GradientProbe(LeaveOut):
         super().__init__(slots, included, tick=tick)
         self.directions, self._reveal = directions, reveal
 
-    def begin(self, release: Release) -> None:
-        super().begin(release)
-        self._n, mechanism = release.layout.numel, release.mechanism
+    def begin(self, claim: Claim) -> None:
+        super().begin(claim)
+        self._n, mechanism = claim.layout.numel, claim.mechanism
         if self._n != self.directions.n:
             raise ValueError(
                 f"the module has {self._n} trainable scalars in the fit, {self.directions.n} when it was made: make "
@@ -116,27 +117,27 @@ class GradientProbe(LeaveOut):
         real = torch.tensor([k < 0 for k in canaries])
         if bool(real.any()):
             rows = torch.cat([g.detach()[real].reshape(int(real.sum()), -1).double().cpu() for g in gradients], dim=1)
-            mechanism = self.release.mechanism
+            mechanism = self.claim.mechanism
             self._others += clipped_sum(rows, mechanism.clip_norm, mechanism.norm)
         if bool(real.all()):
             return gradients
         revised = [g.clone() for g in gradients]
-        like = self.release.layout.zeros()
+        like = self.claim.layout.zeros()
         for row, k in enumerate(canaries):
             if k >= 0:
-                raw = RAW_LENGTH * self.release.mechanism.max_grad_norm * self.directions.flat(k, like)
-                for g, part in zip(revised, self.release.layout.views(raw), strict=True):
+                raw = RAW_LENGTH * self.claim.mechanism.max_grad_norm * self.directions.flat(k, like)
+                for g, part in zip(revised, self.claim.layout.views(raw), strict=True):
                     g[row] = part.to(g)
                 self._times[k] += 1
         return revised
 
     def released(self, values: Tensor) -> None:
         """Adds the release to every canary's score."""
-        y = values.detach().double().cpu().numpy() * self.release.normaliser - self._others.numpy()
+        y = values.detach().double().cpu().numpy() * self.claim.normaliser - self._others.numpy()
         views = self._views_revealed(y) if self._reveal else self._views(y)
-        ratio = np.concatenate([log_ratio(seen, shift, distribution) for seen, shift, distribution in views])
+        ratio = np.concatenate([log_ratio(seen, shift, noise) for seen, shift, noise in views])
         along = np.concatenate([(seen * shift).sum(-1) for seen, shift, _ in views])
-        q = self.release.sample_rate
+        q = self.claim.sample_rate
         # without sampling the order of the data is known to the attacker, and with it the release of each record
         gained = log_mixture(ratio, q) if q < 1 else np.where(self._scheduled, ratio, 0.0)
         self.scores += gained + TIE * along
@@ -145,34 +146,34 @@ class GradientProbe(LeaveOut):
 
     def _views_revealed(self, y: Array) -> list[View]:
         """What is seen of each canary by who knows all the others: noise, and this canary if it was drawn."""
-        c, b = self.release.mechanism.clip_norm, self._scale
-        distribution = self.release.mechanism.distribution
+        c, b = self.claim.mechanism.clip_norm, self._scale
+        law = self.claim.mechanism.noise
         noise = y - self.directions.combine(c * self._times)
         places, spread = self.directions.coordinates, self.directions.spread
         times = self._times[:, None]
         first = len(places)
         return [
-            ((noise[places, None] + c * times[:first]) / b, np.full((first, 1), c / b), distribution),
-            ((noise + c * times[first:] * spread) / b, c * spread / b, distribution),
+            ((noise[places, None] + c * times[:first]) / b, np.full((first, 1), c / b), law),
+            ((noise + c * times[first:] * spread) / b, c * spread / b, law),
         ]
 
     def _views(self, y: Array) -> list[View]:
         """What is seen of each canary in the release alone."""
-        c, b = self.release.mechanism.clip_norm, self._scale
-        distribution = self.release.mechanism.distribution
+        c, b = self.claim.mechanism.clip_norm, self._scale
+        law = self.claim.mechanism.noise
         places, spread = self.directions.coordinates, self.directions.spread
-        std = b if distribution == "gaussian" else np.sqrt(2) * b
+        std = law.standard_deviation * b
         lengths = np.linalg.norm(spread, axis=1)[:, None]  # below 1 where the norm is l1
         return [
-            (y[places, None] / b, np.full((len(places), 1), c / b), distribution),
-            ((spread @ y)[:, None] / lengths / std, c * lengths / std, "gaussian"),
+            (y[places, None] / b, np.full((len(places), 1), c / b), law),
+            ((spread @ y)[:, None] / lengths / std, c * lengths / std, GAUSSIAN.noise),
         ]
 
 
 def clipped_sum(rows: Tensor, max_grad_norm: float, norm: Norm) -> Tensor:
     """``[n]``: the sum of the rows of ``[B, n]`` (fp64), each scaled to norm at most C; rows that are not finite left
     out. The audit's own reading of what the library promises."""
-    lengths = torch.linalg.vector_norm(rows, ord=1 if norm == "l1" else 2, dim=1)
+    lengths = torch.linalg.vector_norm(rows, ord=order(norm), dim=1)
     usable = torch.isfinite(lengths)
     weights = torch.where(usable, (max_grad_norm / lengths).clamp(max=1.0), 0.0)
     return weights @ torch.where(usable[:, None], rows, 0.0)

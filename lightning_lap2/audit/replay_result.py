@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_lap2.mechanism import Norm
+from lightning_lap2.choices import Norm
 from lightning_lap2.report import PrivacyReport
 
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from lightning_lap2.accounting import Noise
+
 Array = npt.NDArray[np.float64]
 
 
-def log_ratio(y: Array, shift: Array, distribution: str) -> Array:
+def log_ratio(y: Array, shift: Array, noise: Noise) -> Array:
     r"""l of one release for noise of unit scale, summed over the last axis.
 
     Laplace: :math:`|y| - |y - g|` per coordinate, between -\|g\| and \|g\|. Gaussian: :math:`y g - g^2 / 2`.
@@ -26,11 +28,10 @@ def log_ratio(y: Array, shift: Array, distribution: str) -> Array:
     Args:
         y: ``[..., d]`` in units of the noise scale.
         shift: g, ``[..., d]``, in the same units.
-        distribution: ``"laplace"`` or ``"gaussian"``.
+        noise: its law.
     """
-    if distribution == "gaussian":
-        return (y * shift - shift**2 / 2).sum(-1)
-    return (np.abs(y) - np.abs(y - shift)).sum(-1)
+    ratio: Array = (noise.log_density(y - shift) - noise.log_density(y)).sum(-1)
+    return ratio
 
 
 def log_mixture(ratio: Array, q: Array | float) -> Array:

@@ -22,13 +22,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_lap2 import _validate
+from lightning_lap2.accounting import Release
 from lightning_lap2.callback.settings import CLIP_LEARNING_RATE, TARGET_QUANTILE, Settings
 from lightning_lap2.mechanism import COUNT_SENSITIVITY
 
 RANGE = 1000.0
 """C stays within max_grad_norm / RANGE and max_grad_norm * RANGE: a public range, so that no run of unlucky noise takes
 it out of what floats can hold."""
-DEAR_COUNT = 0.25
+EXPENSIVE_COUNT = 0.25
 """The count's squared shift over the gradient's, both in noise scales, beyond which a warning says so."""
 
 
@@ -98,17 +99,17 @@ def current_threshold(settings: Settings, kept: Mapping[str, Any]) -> float:
     return AdaptiveThreshold(settings, kept).value if settings.clipping == "adaptive" else settings.max_grad_norm
 
 
-def dear_count(terms: Mapping[str, Any], noise_multiplier: float) -> str | None:
+def expensive_count(release: Release) -> str | None:
     """A warning where the count is not cheap beside the gradient; ``None`` where it is.
 
     Args:
-        terms: of each charge, as :meth:`Mechanism.charge` names them.
+        release: of adaptive clipping, whose count is its one extra block.
     """
-    count = terms["extra_blocks"][0][1]
-    if not (count > 0 and noise_multiplier < math.inf):
+    ((_, count),) = release.extra_blocks
+    if not (count > 0 and release.noise_multiplier < math.inf):
         return None
-    ratio = (noise_multiplier / count) ** 2  # of squared shifts, by which releases cost
-    if ratio <= DEAR_COUNT:
+    ratio = (release.noise_multiplier / count) ** 2  # of squared shifts, by which releases cost
+    if ratio <= EXPENSIVE_COUNT:
         return None
     return (
         f"clipping='adaptive': the noisy count costs about {ratio / (1 + ratio):.0%} of what a release costs "

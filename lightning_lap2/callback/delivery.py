@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_lap2.batches import ExampleBatch, flatten
 from lightning_lap2.batches.containers import map_tensors
+from lightning_lap2.callback.trainer.batches import transferred
 from lightning_lap2.errors import UnsupportedSettingError
 
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -82,11 +83,7 @@ class Delivery:
 
     def plain(self, batch: Any) -> Any:
         """A batch that plain training would make, taken to the step as plain training would."""
-        trainer = self._trainer
-        batch = tree_map(lambda leaf: leaf, self.wrapped(batch))
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = self._module._call_batch_hook(_TRANSFER[0], batch, 0)
-        return self._module._apply_batch_transfer_handler(batch, device=trainer.strategy.root_device, dataloader_idx=0)
+        return transferred(self._trainer, self._module, tree_map(lambda leaf: leaf, self.wrapped(batch)))
 
     def take(self) -> ExampleBatch:
         """The examples for the step, once.

@@ -7,9 +7,7 @@ from typing import Any
 
 from lightning_lap2.callback import refusals
 from lightning_lap2.callback.ledger import Ledger
-
-# Lightning's keys for what the callback itself logs
-OWN_RESULTS = frozenset({"on_train_batch_end.privacy/epsilon", "on_train_batch_end.privacy/max_grad_norm"})
+from lightning_lap2.callback.stepvalue import count_logged, names_logged
 
 
 class FeedbackWatch:
@@ -44,8 +42,8 @@ class FeedbackWatch:
         Args:
             refuse: False once training is over: what was watched is then only noted in the report.
         """
-        results = self._trainer.fit_loop.epoch_loop._results
-        if len(results) == self._logged:
+        logged = count_logged(self._trainer)
+        if logged == self._logged:
             return
-        self._logged = len(results)
-        self.check({r.meta.name for key, r in results.items() if key not in OWN_RESULTS}, refuse=refuse)
+        self._logged = logged
+        self.check(names_logged(self._trainer), refuse=refuse)

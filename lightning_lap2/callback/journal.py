@@ -10,7 +10,7 @@ may share a folder. A JSON line opens a segment of releases that share their par
 appended unbuffered before the noise is drawn. A run that goes on from another one leaves a line in the other's file
 that says where its own lies, and from which release it went on::
 
-    {"run": "5f1c...", "start": 0, "charge": {"noise_multiplier": 1.2, "sample_rate": 0.0043, "dimension": 26010}}
+    {"run": "5f1c...", "start": 0, "charge": {"noise_multiplier": 1.2, "sample_rate": 0.0043, ...}}
     ..........
     {"run": "5f1c...", "closed": true}
     {"run": "5f1c...", "child": "90ab...", "at": 10, "path": "/logs/version_1/privacy_journal_90ab....txt", ...}
@@ -31,14 +31,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_lap2.accounting import Release
+
 FILE_NAME = "privacy_journal_{}.txt"
 PATTERN = FILE_NAME.format("*")
-Charge = Mapping[str, Any]
 
 _SYNC_SHARE = 0.01
 """At most this part of the time is spent on forcing notes to the disk, where they outlive a power failure."""
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 """What a file system answers that cannot force anything: the note is then with the operating system alone."""
+
+
+@dataclass(frozen=True)
+class Charge:
+    """One release; ``accounted``: it is paid for by itself, and not by an earlier one of the same pass."""
+
+    release: Release
+    accounted: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a journal holds it."""
+        return {**self.release.to_dict(), "accounted": self.accounted}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Charge:
+        """
+        Raises:
+            TypeError, ValueError: it is no charge.
+        """
+        release = {name: value for name, value in found.items() if name != "accounted"}
+        return cls(Release.from_dict(release), bool(found.get("accounted", True)))
 
 
 @dataclass(frozen=True)
@@ -96,8 +118,8 @@ class Journal:
         """What a checkpoint keeps of it."""
         return Origin(self.path.resolve(), self.run, self.noted)
 
-    def record(self, release: int, charge: Charge) -> None:
-        """Notes that release number ``release`` (from 0) is about to happen, with its accounting parameters.
+    def record(self, number: int, charge: Charge) -> None:
+        """Notes that release number ``number`` (from 0) is about to happen, with what it is charged as.
 
         Raises:
             OSError: the note could not be written; the release must then not happen.
@@ -112,14 +134,14 @@ class Journal:
                     self._tell(self._parent)
                     self._parent, path = None, self.path
             if charge != self._charge:
-                self._line({"run": self.run, "start": release, "charge": dict(charge)})
-                self._charge = dict(charge)
+                self._line({"run": self.run, "start": number, "charge": charge.to_dict()})
+                self._charge = charge
             _append(self._descriptor, b".")
             self._force_now_and_then()
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"release {release + 1} was not made, since the privacy journal {path} cannot be written "
+                f"release {number + 1} was not made, since the privacy journal {path} cannot be written "
                 f"({error.strerror}); make room and resume from the last checkpoint",
             ) from error
         self.noted = True
@@ -219,7 +241,11 @@ def read(path: Path, run: str) -> Notes:
             continue
         notes.closed = "closed" in header
         if not notes.closed:
-            notes.charges.update({header["start"] + i: header["charge"] for i in range(count)})
+            try:
+                charge = Charge.from_dict(header["charge"])
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"a charge of run {run} in {path} is damaged: {error}") from error
+            notes.charges.update({header["start"] + i: charge for i in range(count)})
     return notes
 
 

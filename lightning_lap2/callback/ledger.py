@@ -9,17 +9,21 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_lap2 import _validate
-from lightning_lap2.accounting import MajorizedAccountant
+from lightning_lap2.accounting import MajorizedAccountant, Release
 from lightning_lap2.callback.adaptive import check_state
 from lightning_lap2.callback.branches import Found, search
 from lightning_lap2.callback.journal import Charge, Journal, Origin
-from lightning_lap2.callback.plan import check_summary
+from lightning_lap2.callback.plan import KeptPlan
 from lightning_lap2.callback.settings import Settings
+from lightning_lap2.choices import SAMPLINGS
+
+if TYPE_CHECKING:
+    from lightning_lap2.callback.reporting import RunFacts
 
 STATE_VERSION = 3
 _NEW_IN_3: dict[str, Any] = {"unprotected": [], "runs": {}, "elsewhere": 0, "changes": [], "logged": {}}
@@ -48,7 +52,7 @@ class Account:
     callbacks they are given, and whoever holds the original wants to know what the copy has spent."""
 
     ledger: Ledger
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: RunFacts | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Account:
         return self
@@ -63,7 +67,7 @@ class Ledger:
             one unsampled release covers a whole pass over the data.
         reproducible: some release drew its noise from a seed, so whoever knows the seed can remove it.
         caveats: what this ledger's history lacks, for the report; grows only.
-        plan: the last fit's plan, JSON-able, by which a resumed fit knows whether it is the same.
+        plan: the last fit's plan, by which a resumed fit knows whether it is the same.
         changes: arguments that changed between the fits, as sentences; grows only.
         clipping: where adaptive clipping stands, see :class:`~lightning_lap2.callback.adaptive.AdaptiveThreshold`.
         unprotected: attributes of the module that hold values of records without noise; a step must not read them.
@@ -78,7 +82,7 @@ class Ledger:
         self.releases = 0
         self.reproducible = False
         self.caveats: list[str] = [] if settings.run_limit is None else [SEARCH_CAVEAT]
-        self.plan: dict[str, Any] = {}
+        self.plan: KeptPlan | None = None
         self.changes: list[str] = []
         self.clipping: dict[str, float] = {}
         self.unprotected: list[str] = []
@@ -114,20 +118,20 @@ class Ledger:
         """What the same releases would have cost without what was released beside the gradients."""
         return self.accountant.without_extra_blocks().epsilon(delta=self.delta)
 
-    def charge(self, charge: Charge, *, accounted: bool = True) -> None:
+    def charge(self, release: Release, *, accounted: bool = True) -> None:
         """Notes one release, on disk first if a journal is open, then in memory.
 
         Args:
-            charge: what :meth:`Mechanism.charge` says of the release.
+            release: what it is to the accountant.
             accounted: False for a release whose cost an earlier charge of the same pass already covers.
 
         Raises:
             OSError: the journal cannot be written; the release must not happen.
         """
         if self._journal is not None:
-            self._journal.record(self.releases, {**charge, "accounted": accounted})
+            self._journal.record(self.releases, Charge(release, accounted))
         if accounted:
-            self.accountant.step(**charge)
+            self.accountant.charge(release)
         self.releases += 1
 
     def absorb(self, other: Ledger) -> None:
@@ -135,10 +139,10 @@ class Ledger:
 
         Composition does not depend on the order of releases (each with its parameters), so the accountants add up.
         """
-        mine, theirs = self.accountant.state_dict(), other.accountant.state_dict()
-        self.accountant = MajorizedAccountant.from_state_dict(
-            {**mine, "releases": [*mine["releases"], *theirs["releases"]]}
-        )
+        total = self.accountant.copy()
+        for release, steps in other.accountant.composition.counts:
+            total.charge(release, steps)
+        self.accountant = total
         self.releases += other.releases
         self.reproducible |= other.reproducible
         self.elsewhere += other.elsewhere
@@ -168,11 +172,9 @@ class Ledger:
     def settle(self, found: Found) -> None:
         """Charges what :meth:`find` found (on every rank the same), and remembers where it was found."""
         self._resumed_at = self.releases
-        for item in found.owed:
-            charge = dict(item)
-            accounted = bool(charge.pop("accounted", True))
-            if accounted:
-                self.accountant.step(**charge)
+        for charge in found.owed:
+            if charge.accounted:
+                self.accountant.charge(charge.release)
             self.releases += 1
         self.elsewhere = max(self.elsewhere, found.elsewhere)
         self._runs, self._origin, self._loaded = found.known, found.origin, False
@@ -231,7 +233,7 @@ class Ledger:
             "unit": self.unit,
             "reproducible": self.reproducible,
             "caveats": list(self.caveats),
-            "plan": dict(self.plan),
+            "plan": {} if self.plan is None else self.plan.to_dict(),
             "changes": list(self.changes),
             "clipping": dict(self.clipping),
             "unprotected": list(self.unprotected),
@@ -265,11 +267,11 @@ class Ledger:
             accountant = MajorizedAccountant.from_state_dict(state["accountant"])
             releases = _validate.integer("releases", state["releases"], minimum=0)
             delta = _validate.open_unit("delta", state["delta"])
-            sampling = _validate.choice("sampling", state["sampling"], ("poisson", "none"))
+            sampling = _validate.choice("sampling", state["sampling"], SAMPLINGS)
             unit = None if state["unit"] is None else _text("unit", state["unit"])
             reproducible = _validate.boolean("reproducible", state["reproducible"])
             caveats, changes = _texts("caveats", state["caveats"]), _texts("changes", state["changes"])
-            plan, journal = check_summary(dict(state["plan"])), state["journal"]
+            plan, journal = KeptPlan.from_dict(dict(state["plan"])), state["journal"]
             if unknown := sorted(state.keys() - self.state_dict().keys()):
                 raise ValueError(f"unknown entries {unknown}")
             clipping = check_state(dict(state["clipping"]))

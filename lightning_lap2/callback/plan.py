@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_lap2 import _validate
-from lightning_lap2.accounting import MajorizedAccountant, NoFiniteNoiseError, calibrate_noise_multiplier
+from lightning_lap2.accounting import MajorizedAccountant, NoFiniteNoiseError, Release
+from lightning_lap2.accounting.budget import least_multiplier, most_steps
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.mechanism import COUNT_SENSITIVITY
-
-Terms = Mapping[str, Any]
-"""What a charge says besides the noise multiplier: ``sample_rate``, ``dimension``, and ``layers`` or ``extra_blocks``
-where the release has such; see :meth:`Mechanism.charge`."""
 
 # A calibrated run ends a hair below eps. Noise calibrated for that hair would wreck the model: no step is better.
 _AS_GOOD_AS_SPENT = 1 - 1e-3
@@ -79,32 +76,69 @@ class Plan:
     """What one fit will release, decided before its first step.
 
     Attributes:
-        noise_multiplier: scale / C of every release of this fit.
+        release: each of this fit's, as it was planned.
         charges: charges affordable within the budget and the Trainer's limits; ``inf`` without either.
         exhausted: the budget was already spent when this fit began.
+    """
+
+    release: Release
+    charges: float
+    exhausted: bool
+
+    @property
+    def noise_multiplier(self) -> float:
+        """m = scale / C of every release."""
+        return self.release.noise_multiplier
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """A plan as a checkpoint keeps it: equal on resume means that the multiplier is kept.
+
+    Attributes:
+        eps: the budget.
+        release: see :attr:`Plan.release`.
         end: see :attr:`Horizon.global_end`.
     """
 
-    noise_multiplier: float
-    charges: float
-    exhausted: bool
+    eps: float
+    release: Release
     end: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for the checkpoint."""
+        return {"eps": self.eps, **self.release.to_dict(), "end": self.end}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> KeptPlan | None:
+        """What :meth:`to_dict` gave; ``None`` of an empty entry, that of a ledger without a plan.
+
+        Raises:
+            KeyError, TypeError, ValueError: an entry is missing or is nothing that a plan holds.
+        """
+        if not found:
+            return None
+        _validate.positive("plan eps", found["eps"])
+        _validate.non_negative("plan end", found["end"])
+        release = {name: value for name, value in found.items() if name not in ("eps", "end")}
+        return cls(found["eps"], Release.from_dict(release), found["end"])
 
 
 def make_plan(
     settings: Settings,
     accountant: MajorizedAccountant,
     *,
-    terms: Terms,
+    release: Release,
     charges: float,
     end: float,
-    previous: dict[str, Any],
+    previous: KeptPlan | None,
 ) -> Plan:
     """Calibrates the noise, or finds how far a given one reaches.
 
     Args:
         accountant: the ledger so far.
-        terms: of each charge.
+        release: of each step; with the given noise multiplier, or without noise to speak of (``inf``) where it is to
+            be calibrated.
         charges: charges the Trainer's limits would make, ``inf`` for a run without a last step.
         end: :attr:`Horizon.global_end`.
         previous: the plan the ledger was loaded with, if any: its multiplier is kept when nothing changed.
@@ -113,116 +147,81 @@ def make_plan(
         ValueError: a run without a last step and no noise multiplier; no finite noise serves.
     """
     if settings.noise_multiplier is not None:
-        multiplier = settings.noise_multiplier
-    else:
-        if math.isinf(charges):
-            raise ValueError(
-                "noise_multiplier=None calibrates the noise for the planned number of steps, but this run has no "
-                "last step (max_epochs=-1 or an epoch of unknown length, and no max_steps); set max_steps or "
-                "max_epochs, or give a noise_multiplier (the run then ends at the budget)"
-            )
-        same = previous == summary(settings, terms, end, previous.get("noise_multiplier"))
-        if (
-            not same
-            and accountant.steps
-            and accountant.epsilon(delta=settings.delta) >= settings.eps * _AS_GOOD_AS_SPENT
-        ):
-            return Plan(noise_multiplier=previous.get("noise_multiplier", math.inf), charges=0, exhausted=True, end=end)
-        if not same and charges:
-            multiplier = _calibrate(settings, accountant, terms, int(charges))
-            return Plan(noise_multiplier=multiplier, charges=charges, exhausted=False, end=end)
-        multiplier = previous.get("noise_multiplier", math.inf)
-        if not charges:
-            return Plan(noise_multiplier=multiplier, charges=0, exhausted=False, end=end)
-    affordable = affordable_charges(settings, accountant, {**terms, "noise_multiplier": multiplier})
-    return Plan(
-        noise_multiplier=multiplier,
-        charges=min(charges, affordable),
-        exhausted=affordable == 0,
-        end=end,
-    )
+        return _as_far_as_it_reaches(settings, accountant, release, charges)
+    if math.isinf(charges):
+        raise ValueError(
+            "noise_multiplier=None calibrates the noise for the planned number of steps, but this run has no "
+            "last step (max_epochs=-1 or an epoch of unknown length, and no max_steps); set max_steps or "
+            "max_epochs, or give a noise_multiplier (the run then ends at the budget)"
+        )
+    kept = release if previous is None else release.with_multiplier(previous.release.noise_multiplier)
+    if previous == KeptPlan(settings.eps, kept, end):
+        if charges:
+            return _as_far_as_it_reaches(settings, accountant, kept, charges)
+    elif accountant.steps and accountant.epsilon(delta=settings.delta) >= settings.eps * _AS_GOOD_AS_SPENT:
+        return Plan(release=kept, charges=0, exhausted=True)
+    elif charges:
+        multiplier = _calibrate(settings, accountant, release, int(charges))
+        return Plan(release=release.with_multiplier(multiplier), charges=charges, exhausted=False)
+    return Plan(release=kept, charges=0, exhausted=False)
 
 
-def _calibrate(settings: Settings, accountant: MajorizedAccountant, terms: Terms, charges: int) -> float:
-    told: dict[str, Any] = {
-        "steps": charges,
-        "bound": settings.bound,
-        "mechanism": settings.mechanism,
-        "accountant": accountant if accountant.steps else None,
-        **terms,
-    }
+def _as_far_as_it_reaches(
+    settings: Settings, accountant: MajorizedAccountant, release: Release, charges: float
+) -> Plan:
+    affordable = affordable_charges(settings, accountant, release)
+    return Plan(release=release, charges=min(charges, affordable), exhausted=affordable == 0)
+
+
+def _calibrate(settings: Settings, accountant: MajorizedAccountant, release: Release, charges: int) -> float:
     try:
         if settings.run_limit is not None:
-            return settings.run_limit.noise_multiplier(**told)
-        return calibrate_noise_multiplier(eps=settings.eps, delta=settings.delta, **told)
+            return settings.run_limit.least_multiplier(accountant, release, charges)
+        spent = accountant.composition
+        return least_multiplier(spent, release, charges, eps=settings.eps, delta=settings.delta)
     except NoFiniteNoiseError as error:
-        count = count_epsilon(settings, accountant, terms, charges)
+        count = count_epsilon(settings, accountant, release, charges)
         if count is None or count <= settings.eps:
             raise
-        scale = terms["extra_blocks"][0][1] * COUNT_SENSITIVITY
+        ((_, multiplier),) = release.extra_blocks
         raise ValueError(
-            f"clipping='adaptive': the noisy count alone (count_noise_scale={scale:g} examples) brings {charges} "
-            f"releases to epsilon = {count:.4g}, more than eps={settings.eps:g}; give a larger count_noise_scale, or a "
-            "larger batch (count_noise_scale=None is a twentieth of the expected batch size)"
+            f"clipping='adaptive': the noisy count alone (count_noise_scale={multiplier * COUNT_SENSITIVITY:g} "
+            f"examples) brings {charges} releases to epsilon = {count:.4g}, more than eps={settings.eps:g}; give a "
+            "larger count_noise_scale, or a larger batch (count_noise_scale=None is a twentieth of the expected batch "
+            "size)"
         ) from error
 
 
-def count_epsilon(settings: Settings, accountant: MajorizedAccountant, terms: Terms, charges: int) -> float | None:
+def count_epsilon(settings: Settings, accountant: MajorizedAccountant, release: Release, charges: int) -> float | None:
     """Epsilon after ``charges`` further releases of the count alone; ``None`` where no count is released."""
-    if not terms.get("extra_blocks"):
+    if not release.extra_blocks:
         return None
     spent = accountant.copy()
-    spent.step(noise_multiplier=math.inf, steps=charges, **terms)
+    spent.charge(release.with_multiplier(math.inf), charges)
     return spent.epsilon(delta=settings.delta)
 
 
-def affordable_charges(settings: Settings, accountant: MajorizedAccountant, charge: Terms) -> float:
-    """Further charges within the budget, ``inf`` without one."""
+def affordable_charges(settings: Settings, accountant: MajorizedAccountant, release: Release) -> float:
+    """Further charges of this release within the budget, ``inf`` without one."""
     if math.isinf(settings.eps):
         return math.inf
     if settings.run_limit is not None:
-        return settings.run_limit.steps_within(accountant, **charge)
-    return accountant.steps_within(eps=settings.eps, delta=settings.delta, **charge)
+        return settings.run_limit.most_steps(accountant, release)
+    return most_steps(accountant.composition, release, eps=settings.eps, delta=settings.delta)
 
 
-def terms_of(charge: Terms) -> dict[str, Any]:
-    """A charge without its noise multiplier."""
-    return {name: value for name, value in charge.items() if name != "noise_multiplier"}
-
-
-def summary(settings: Settings, terms: Terms, end: float, noise_multiplier: float | None) -> dict[str, Any]:
-    """The plan as a checkpoint keeps it: equal on resume means that the multiplier is kept."""
-    return {"eps": settings.eps, **terms, "end": end, "noise_multiplier": noise_multiplier}
-
-
-def changes(previous: dict[str, Any], now: dict[str, Any], *, resumed: bool) -> str:
+def changes(previous: KeptPlan, now: KeptPlan, *, resumed: bool) -> str:
     """What differs between two plans of one ledger, in words; empty where the first is carried on.
 
     Args:
         resumed: the Trainer goes on counting where the first one stood, so an equal end is the same end.
     """
-    if not previous:
-        return ""
-    names = [name for name in {**previous, **now} if previous.get(name) != now.get(name)]
-    words = [f"{_WORDS.get(name, name)} {previous.get(name)} became {now.get(name)}" for name in names]
+    before, after = previous.to_dict(), now.to_dict()
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    words = [f"{_WORDS.get(name, name)} {before.get(name)} became {after.get(name)}" for name in names]
     if not resumed and "end" not in names:
         words.append("training began once more")
     return ", ".join(words)
 
 
 _WORDS = {"end": "the last step"}
-
-
-def check_summary(found: dict[str, Any]) -> dict[str, Any]:
-    """A loaded :func:`summary`, or the empty one of a ledger without a plan.
-
-    Raises:
-        KeyError, TypeError, ValueError: an entry is missing or is nothing that a plan holds.
-    """
-    if found:
-        _validate.positive("plan eps", found["eps"])
-        _validate.probability("plan sample_rate", found["sample_rate"])
-        _validate.integer("plan dimension", found["dimension"], minimum=0)
-        _validate.non_negative("plan end", found["end"])
-        _validate.non_negative("plan noise_multiplier", found["noise_multiplier"])
-    return found

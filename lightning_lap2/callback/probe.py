@@ -19,7 +19,7 @@ from lightning_lap2.sampling import Part
 
 
 @dataclass(frozen=True, kw_only=True)
-class Release:
+class Claim:
     """What the fit claims of each of its releases.
 
     Attributes:
@@ -52,7 +52,7 @@ class Probe:
     trial: Trial | None = None
     cells: int = CELLS
 
-    def begin(self, release: Release) -> None:
+    def begin(self, claim: Claim) -> None:
         """The plan stands; no step is taken yet."""
 
     def drawn(self, part: Part, call: StepCall) -> StepCall:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lightning_lap2.callback.trainer.loaders import start_method
 from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.mechanism import Mechanism
 from lightning_lap2.noise.base import scale_range
@@ -66,7 +67,7 @@ def _check_strategy(strategy: Any, pl: ModuleType) -> None:
             f"Trainer(strategy=...) gave {name}, which Lap2Privacy does not support; use strategy='ddp' (whole "
             "model on every device) or a single device"
         )
-    method = getattr(strategy, "_start_method", "popen")
+    method = start_method(strategy)
     if method != "popen":
         raise UnsupportedSettingError(
             f"strategy 'ddp_{method}' starts processes whose privacy ledger would be lost when they end; use "

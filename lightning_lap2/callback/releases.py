@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_lap2.accounting import Release
 from lightning_lap2.callback.adaptive import AdaptiveThreshold
 from lightning_lap2.callback.data import DataFacts
-from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.plan import affordable_charges
-from lightning_lap2.callback.probe import Probe
+from lightning_lap2.callback.ranks import Ranks
+from lightning_lap2.callback.run import Run
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.callback.spending import Spending
 from lightning_lap2.callback.window import Window, release_
 from lightning_lap2.gradients import Clipper, ParameterLayout, make_clipper
 from lightning_lap2.mechanism import Mechanism
-from lightning_lap2.noise import NoiseSource
 from lightning_lap2.sampling import Part
 
 
@@ -26,56 +25,33 @@ class Releases:
     """The releases of one fit, each by one specification: clipping, noise and charge all follow from it.
 
     Args:
-        module: whose trainable parameters are released; freezing some changes the next release.
-        noise_multiplier: m, the same for every release.
-        charges: how many of them the budget affords.
-        threshold: of adaptive clipping, else ``None``.
-        accumulate: parts of a whole window.
-        rank, world_size: of this process and of the job.
-        probe: what an audit sees of each release.
+        run: the fit as it was planned. Freezing or unfreezing parameters changes the next release.
+        ranks: of the job.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        ledger: Ledger,
-        facts: DataFacts,
-        module: nn.Module,
-        layout: ParameterLayout,
-        *,
-        noise_multiplier: float,
-        charges: float,
-        threshold: AdaptiveThreshold | None,
-        noise: NoiseSource,
-        accumulate: int,
-        rank: int,
-        world_size: int,
-        probe: Probe | None = None,
-    ) -> None:
-        self.settings, self.ledger, self.facts = settings, ledger, facts
-        self.noise, self.threshold = noise, threshold
-        self.window = Window(layout, counted=threshold is not None)
+    def __init__(self, run: Run, ranks: Ranks) -> None:
+        self._run, self._ranks = run, ranks
+        self._settings, self._ledger, self._module = run.fit.settings, run.fit.ledger, run.fit.module
+        self.window = Window(run.layout, counted=run.threshold is not None)
         self.mechanism: Mechanism
         self.clipper: Clipper
-        self._module, self._probe = module, probe
-        self._multiplier, self._accumulate = noise_multiplier, accumulate
-        self._rank, self._world_size = rank, world_size
-        self._flags = _trainable(module)
+        self._flags = _trainable(self._module)
         self._pass_charged = False
-        self._specify(layout)
-        self.spending = Spending(ledger, charges=charges)
-        self.spending.forecast_for(self.charge(layout.numel))
+        self._specify(run.layout)
+        self.spending = Spending(self._ledger, charges=run.plan.charges)
+        self.spending.forecast_for(self.event(run.layout.numel))
 
     # -- what a release is ----------------------------------------------------------------------------------------
 
     def _specify(self, layout: ParameterLayout) -> None:
         """Sets what the next release is clipped and noised by."""
-        self.mechanism = specification(self.settings, self.facts, layout, self.threshold, self._multiplier)
-        self.clipper = make_clipper(self.settings.clipping, self.mechanism, layout)
+        run = self._run
+        self.mechanism = specification(self._settings, run.facts, layout, run.threshold, run.plan.noise_multiplier)
+        self.clipper = make_clipper(self._settings.clipping, self.mechanism, layout)
 
-    def charge(self, dimension: int) -> dict[str, Any]:
-        """What the accountant is told of the next release."""
-        return self.mechanism.charge(sample_rate=self.facts.sample_rate, dimension=dimension)
+    def event(self, dimension: int) -> Release:
+        """What the next release is to the accountant."""
+        return self.mechanism.release(sample_rate=self._run.facts.sample_rate, dimension=dimension)
 
     # -- gathering ------------------------------------------------------------------------------------------------
 
@@ -98,9 +74,9 @@ class Releases:
     def _dimension_changed(self, layout: ParameterLayout) -> None:
         """Freezing or unfreezing changes n: the rest of the budget is judged with the new one."""
         self._specify(layout)
-        charge = self.charge(layout.numel)
-        self.spending.limit(affordable_charges(self.settings, self.ledger.accountant, charge))
-        self.spending.forecast_for(charge)
+        event = self.event(layout.numel)
+        self.spending.limit(affordable_charges(self._settings, self._ledger.accountant, event))
+        self.spending.forecast_for(event)
 
     # -- releasing ------------------------------------------------------------------------------------------------
 
@@ -114,37 +90,36 @@ class Releases:
         """
         parts, total = self.window.size, self.window.take()
         layout = self.window.layout
-        accounted = not (by_pass(self.settings, self.facts) and self._pass_charged)
+        accounted = not (self._run.by_pass and self._pass_charged)
         if total is None or (accounted and self.spending.exhausted):
             for parameter in self._module.parameters():
                 parameter.grad = None
             return total is None
-        self.spending.charge(self.charge(layout.numel), accounted=accounted)
+        self.spending.charge(self.event(layout.numel), accounted=accounted)
         self._pass_charged = True
         release_(
             total,
-            noise=self.noise,
+            noise=self._run.noise,
             scale=self.mechanism.scale,
             distribution=self.mechanism.distribution,
-            normaliser=self.facts.expected_batch_size,
-            release=self.ledger.releases - 1,
+            normaliser=self._run.facts.expected_batch_size,
+            release=self._ledger.releases - 1,
             last_factor=self.mechanism.count_factor,
-            rank=self._rank,
-            world_size=self._world_size,
+            ranks=self._ranks,
         )
-        if self._probe is not None:
-            self._probe.released(total[: layout.numel])
+        if self._run.fit.probe is not None:
+            self._run.fit.probe.released(total[: layout.numel])
         layout.write_grads(total)
-        if self.threshold is not None:
-            self._follow(self.threshold, total[layout.numel], parts)
+        if self._run.threshold is not None:
+            self._follow(self._run.threshold, total[layout.numel], parts)
         return True
 
     def _follow(self, threshold: AdaptiveThreshold, released: Tensor, parts: int) -> None:
         """C of the next release, from the noised count of this one."""
-        expected = self.facts.expected_batch_size
+        expected = self._run.facts.expected_batch_size
         count = float(released) * expected / self.mechanism.count_factor
-        threshold.follow(count, expected, parts / self._accumulate)
-        self.ledger.clipping = threshold.state()
+        threshold.follow(count, expected, parts / self._run.fit.accumulate)
+        self._ledger.clipping = threshold.state()
         self._specify(self.window.layout)
 
 
@@ -162,11 +137,6 @@ def specification(
         layer_sizes=layout.layer_sizes,
         expected_batch_size=facts.expected_batch_size,
     ).for_sum(dimension=layout.numel, examples=facts.expected_batch_size, unit=torch.finfo(layout.dtype).eps / 2)
-
-
-def by_pass(settings: Settings, facts: DataFacts) -> bool:
-    """Whether a charge covers a whole pass over the data."""
-    return settings.sampling == "none" and facts.once_per_pass
 
 
 def _trainable(module: nn.Module) -> Sequence[bool]:

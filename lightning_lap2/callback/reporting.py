@@ -1,14 +1,18 @@
-"""From settings, ledger and plan to the privacy report, with every caveat that applies."""
+"""What is said of a fit: a line when its plan stands, the privacy report with every caveat that applies."""
 
 from __future__ import annotations
 
+import math
 import platform
+from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
 
+from lightning_lap2._registry import trusted
 from lightning_lap2._version import __version__
 from lightning_lap2.callback.adaptive import current_threshold
+from lightning_lap2.callback.data import DataFacts
 from lightning_lap2.callback.ledger import Ledger
+from lightning_lap2.callback.session import FitSession
 from lightning_lap2.callback.settings import CLIP_LEARNING_RATE, TARGET_QUANTILE, Settings
 from lightning_lap2.report import GENERAL_CAVEATS, ONE_EXAMPLE, PrivacyReport
 
@@ -24,20 +28,80 @@ _TORCH_NOISE = (
 )
 
 
-def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> PrivacyReport:
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Sizes and choices of a fit, for its report.
+
+    Attributes:
+        dimension: n, when the plan was made or the fit ended.
+        count_noise_scale: of adaptive clipping, else ``None``.
+        rounding_margin: share of C that pays for rounding; ``None`` without noise.
+        planned_steps: optimizer steps, ``inf`` without a last one.
+        engine: what has run, or would be tried first.
+        caveats: what trying the step found.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    expected_batch_size: int
+    num_examples: int | None
+    num_records: int | None
+    dimension: int
+    count_noise_scale: float | None
+    rounding_margin: float | None
+    planned_steps: float
+    noise_source: str
+    world_size: int
+    precision: str
+    fast_dev_run: bool
+    once_per_pass: bool
+    engine: str
+    caveats: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, session: FitSession) -> RunFacts:
+        """Of a fit whose plan stands."""
+        run, mechanism = session.run, session.releases.mechanism
+        facts, trainer = run.facts, run.fit.trainer
+        return cls(
+            noise_multiplier=run.plan.noise_multiplier,
+            sample_rate=facts.sample_rate,
+            expected_batch_size=facts.expected_batch_size,
+            num_examples=facts.num_examples,
+            num_records=facts.num_records,
+            dimension=session.layout.numel,
+            count_noise_scale=mechanism.count_noise_scale,
+            rounding_margin=mechanism.margin if run.plan.noise_multiplier else None,
+            planned_steps=run.planned_steps,
+            noise_source=run.noise.name,
+            world_size=run.fit.ranks.size,
+            precision=str(trainer.precision),
+            fast_dev_run=bool(trainer.fast_dev_run),
+            once_per_pass=facts.once_per_pass,
+            engine=run.fit.settings.engine,
+        )
+
+
+# what the report takes over as it is
+_REPORTED = (
+    "sample_rate", "expected_batch_size", "num_examples", "num_records", "dimension", "planned_steps", "noise_source",
+    "world_size", "precision", "rounding_margin", "count_noise_scale",
+)  # fmt: skip
+
+
+def make_report(settings: Settings, ledger: Ledger, facts: RunFacts | None) -> PrivacyReport:
     """The report of what a ledger has been charged.
 
     Args:
         settings: the callback's arguments.
         ledger: releases and their epsilon, over all fits that it knows.
-        facts: sizes and choices as the callback gathered them when its latest fit was planned; empty before the first
-            fit, whose values are then ``None`` in the report.
+        facts: of the callback's latest fit; ``None`` before the first, whose values are then ``None`` in the report.
 
     Returns:
         The report; its caveats are those that apply, the gravest first, :data:`~lightning_lap2.report.GENERAL_CAVEATS`
         last. Epsilon is in nats, C and the noise scale in units of the gradient.
     """
-    multiplier = facts.get("noise_multiplier", settings.noise_multiplier)
+    multiplier = settings.noise_multiplier if facts is None else facts.noise_multiplier
     threshold = current_threshold(settings, ledger.clipping)
     adaptive = settings.clipping == "adaptive"
     return PrivacyReport(
@@ -53,36 +117,41 @@ def make_report(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> Pr
         max_grad_norm=settings.max_grad_norm,
         noise_multiplier=multiplier,
         scale=None if multiplier is None else settings.mechanism_with(multiplier, max_grad_norm=threshold).scale,
-        sample_rate=facts.get("sample_rate"),
-        expected_batch_size=facts.get("expected_batch_size"),
-        num_examples=facts.get("num_examples"),
-        num_records=facts.get("num_records"),
         unit=settings.unit_name,
         records_per_unit=None if settings.unit is None else settings.rows_per_unit,
-        dimension=facts.get("dimension"),
         steps=ledger.releases,
-        planned_steps=facts.get("planned_steps"),
         best_order=ledger.accountant.best_order(settings.delta) if ledger.accountant.steps else None,
-        engine=facts.get("engine", settings.engine),
+        engine=settings.engine if facts is None else facts.engine,
         augmentations=settings.augmentations,
-        noise_source=facts.get("noise_source"),
         noise_seed=settings.noise_seed,
         reproducible=ledger.reproducible,
-        precision=facts.get("precision"),
-        world_size=facts.get("world_size"),
         caveats=tuple(_caveats(settings, ledger, facts)),
         versions=_versions(),
-        rounding_margin=facts.get("rounding_margin"),
         clipping_threshold=threshold if adaptive else None,
         target_quantile=settings.target_quantile or TARGET_QUANTILE if adaptive else None,
         clip_learning_rate=settings.clip_learning_rate or CLIP_LEARNING_RATE if adaptive else None,
-        count_noise_scale=facts.get("count_noise_scale"),
         epsilon_without_count=ledger.epsilon_without_extra_blocks() if adaptive else None,
+        **{name: getattr(facts, name, None) for name in _REPORTED},
     )
 
 
-def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[str]:
+def _caveats(settings: Settings, ledger: Ledger, facts: RunFacts | None) -> list[str]:
     """Every caveat that applies, the gravest first."""
+    found = [*_of_the_settings(settings, ledger, facts), *_of_the_ledger(ledger)]
+    if settings.on_record_error == "zero":
+        found.append(
+            "on_record_error='zero': a record that cannot be read, or on which the step raises, counts as one "
+            "without a gradient, and nothing says how many did"
+        )
+    if facts is not None:
+        found += _of_the_fit(facts)
+    if settings.unit is None:
+        return [*found, *GENERAL_CAVEATS]
+    general = [text for text in GENERAL_CAVEATS if text != ONE_EXAMPLE]
+    return [*found, *general, _ONE_USER.format(unit=settings.unit_name)]
+
+
+def _of_the_settings(settings: Settings, ledger: Ledger, facts: RunFacts | None) -> list[str]:
     found: list[str] = []
     if settings.noise_multiplier == 0:
         found.append("No noise was added: epsilon is infinite.")
@@ -101,7 +170,7 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
             "The data was not sampled: no amplification, and the guarantee is for zeroing one example out, not for "
             "adding or removing it."
         )
-        if not facts.get("once_per_pass", True):
+        if facts is not None and not facts.once_per_pass:
             found.append(
                 "The data set cannot be checked for repeats: the guarantee assumes that each example enters an "
                 "optimizer step at most once."
@@ -111,7 +180,16 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
             f"public_state={list(settings.public_state)!r}: vouched for by whoever trained, not checked to be free "
             "of records"
         )
-    found += ledger.caveats
+    if added := trusted():
+        found.append(
+            f"Registered in the process that trained, and believed like code of lightning-lap2: {', '.join(added)}. "
+            "What was stated of them is not proven here."
+        )
+    return found
+
+
+def _of_the_ledger(ledger: Ledger) -> list[str]:
+    found = list(ledger.caveats)
     if ledger.elsewhere:
         found.append(
             f"{ledger.elsewhere} later releases of this run exist in other branches, which went on from an earlier "
@@ -125,22 +203,18 @@ def _caveats(settings: Settings, ledger: Ledger, facts: dict[str, Any]) -> list[
             "released weights or at metrics, that takes a Renyi filter (Feldman and Zrnic 2021, arXiv 2008.11193; "
             "Whitehouse et al. 2023, arXiv 2203.05481), which is not offered here."
         )
-    if settings.on_record_error == "zero":
-        found.append(
-            "on_record_error='zero': a record that cannot be read, or on which the step raises, counts as one "
-            "without a gradient, and nothing says how many did"
-        )
-    found += facts.get("caveats", ())
-    if facts.get("noise_source") == "torch":
+    return found
+
+
+def _of_the_fit(facts: RunFacts) -> list[str]:
+    found = list(facts.caveats)
+    if facts.noise_source == "torch":
         found.append(_TORCH_NOISE)
-    if facts.get("rounding_margin"):
-        found.append(_floating_point(facts["rounding_margin"]))
-    if facts.get("fast_dev_run"):
+    if facts.rounding_margin:
+        found.append(_floating_point(facts.rounding_margin))
+    if facts.fast_dev_run:
         found.append("fast_dev_run: a trial run, charged like any other.")
-    if settings.unit is None:
-        return [*found, *GENERAL_CAVEATS]
-    general = [text for text in GENERAL_CAVEATS if text != ONE_EXAMPLE]
-    return [*found, *general, _ONE_USER.format(unit=settings.unit_name)]
+    return found
 
 
 def _floating_point(margin: float) -> str:
@@ -167,3 +241,36 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def announcement(session: FitSession, ledger: Ledger, scale: float, threshold: float) -> str:
+    """One line when the plan stands.
+
+    Args:
+        scale: of the noise on the next release.
+        threshold: C of the next release.
+    """
+    run, settings, steps = session.run, session.run.fit.settings, session.run.planned_steps
+    facts = run.facts
+    return (
+        f"eps={settings.eps:g}, delta={settings.delta:g}, {settings.mechanism} noise multiplier "
+        f"{run.plan.noise_multiplier:.6g} (scale {scale:.6g}, C={threshold:g}"
+        + ("" if settings.clipping == "flat" else f", {settings.clipping} clipping")
+        + "), sample rate "
+        f"{facts.sample_rate:.6g}, planned steps {'unlimited' if math.isinf(steps) else int(steps)}, "
+        f"n={session.layout.numel:,} trainable parameters, engine {settings.engine!r}, noise source "
+        f"{run.noise.name!r}"
+        + (f", {settings.augmentations} views per example" if settings.augmentations > 1 else "")
+        + _units_in_words(settings, facts)
+        + (f", {ledger.releases} earlier releases" if ledger.releases else "")
+        + (" [fast_dev_run: its step is charged too]" if run.fit.trainer.fast_dev_run else "")
+    )
+
+
+def _units_in_words(settings: Settings, facts: DataFacts) -> str:
+    if settings.unit is None:
+        return ""
+    return (
+        f", {facts.num_examples:,} units ({settings.unit_name}) of {facts.num_records:,} records, "
+        f"{settings.rows_per_unit} shown of each drawn"
+    )

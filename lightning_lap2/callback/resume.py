@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_lap2.callback.journal import PATTERN, local_path
-from lightning_lap2.callback.ledger import Ledger
-from lightning_lap2.callback.settings import Settings
+from lightning_lap2.callback.ledger import UNLINKED
+from lightning_lap2.callback.run import Fit
 from lightning_lap2.errors import UnsupportedSettingError
 
 NO_JOURNAL = (
@@ -41,30 +41,31 @@ class Resumed:
         )
 
 
-def accept_untracked(settings: Settings, ledger: Ledger) -> None:
+def accept_untracked(fit: Fit) -> None:
     """A checkpoint without our state: its training may have spent any amount.
 
     Raises:
         UnsupportedSettingError: unless ``assume_nothing_spent``, which the report then repeats.
     """
-    if not settings.assume_nothing_spent:
+    if not fit.settings.assume_nothing_spent:
         raise UnsupportedSettingError(
             "the checkpoint holds no Lap2Privacy ledger, so what its training revealed about the data is unknown; "
             "resume from a checkpoint saved with this callback, or, if it was trained on other (public) data, pass "
             "assume_nothing_spent=True (the report then says so)"
         )
-    ledger.add_caveat("resumed from a checkpoint without a ledger, declared to have spent nothing")
+    fit.ledger.add_caveat("resumed from a checkpoint without a ledger, declared to have spent nothing")
 
 
-def settle(ledger: Ledger, trainer: Any, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+def settle(fit: Fit) -> None:
     """Charges what killed runs released after the checkpoint, on every rank the same, and counts what other branches
     released.
 
     Raises:
         ValueError: a journal is there and damaged.
     """
-    found = ledger.find(_beside(trainer.ckpt_path)) if trainer.is_global_zero else None
-    found = trainer.strategy.broadcast(found)
+    ledger = fit.ledger
+    found = ledger.find(_beside(fit.trainer.ckpt_path)) if fit.trainer.is_global_zero else None
+    found = fit.trainer.strategy.broadcast(found)
     ledger.settle(found)
     if found.lost:
         lost = (
@@ -72,13 +73,34 @@ def settle(ledger: Ledger, trainer: Any, say: Callable[[str], None], warn: Calla
             "released after the checkpoint would be missing from the ledger"
         )
         ledger.add_caveat(lost)
-        warn(f"{lost}. Keep {PATTERN} beside the checkpoints or in the folder above them")
+        fit.warn(f"{lost}. Keep {PATTERN} beside the checkpoints or in the folder above them")
     if found.owed:
-        say(f"{len(found.owed)} releases made after the checkpoint by a run that was killed are charged to the ledger")
+        fit.say(
+            f"{len(found.owed)} releases made after the checkpoint by a run that was killed are charged to the ledger"
+        )
     if found.elsewhere:
-        say(
+        fit.say(
             f"{found.elsewhere} releases of other branches of this run exist: they are not charged here, and the "
             "report says so"
+        )
+
+
+def open_journal(fit: Fit, directory: Path | None) -> None:
+    """The write-ahead journal lies beside the logs, or the checkpoints: in ``directory``."""
+    if fit.trainer.is_global_zero and not fit.ledger.open_journal(directory):
+        fit.warn(UNLINKED)
+
+
+def keep_journal(fit: Fit) -> None:
+    """A checkpoint is about to be saved: from now on releases must be in a journal, wherever it lies."""
+    ledger, folder = fit.ledger, fit.trainer.default_root_dir
+    if not fit.trainer.is_global_zero or ledger.has_journal:
+        return
+    ledger.open_journal(local_path(folder))
+    if not ledger.has_journal and ledger.add_caveat(NO_JOURNAL):
+        fit.warn(
+            f"{NO_JOURNAL} (default_root_dir={str(folder)!r} is a URL too). Give a logger with a local folder, or "
+            "Trainer(default_root_dir=...) on a local disk"
         )
 
 

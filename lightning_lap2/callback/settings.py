@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+
+from typing_extensions import assert_never
 
 from lightning_lap2 import _validate
+from lightning_lap2.accounting import family_of
 from lightning_lap2.accounting.selection import RunLimit
-from lightning_lap2.mechanism import CLIPPINGS, MECHANISMS, ClippingName, Mechanism, MechanismName
+from lightning_lap2.choices import (
+    BOUNDS,
+    ENGINES,
+    NOISE_SOURCES,
+    ON_RECORD_ERROR,
+    SAMPLINGS,
+    Bound,
+    EngineName,
+    NoiseSourceName,
+    OnRecordError,
+    Sampling,
+)
+from lightning_lap2.gradients.clipping import clippings
+from lightning_lap2.mechanism import Mechanism
+from lightning_lap2.noise import check_noise
 from lightning_lap2.sampling.units import UnitOf, unit_name
-
-Bound = Literal["tight", "joint", "published"]
-Sampling = Literal["poisson", "none"]
-EngineName = Literal["auto", "ghost", "vmap", "loop"]
-OnRecordError = Literal["raise", "zero"]
-NoiseSourceName = Literal["auto", "aes", "torch"]
 
 TARGET_QUANTILE = 0.5
 CLIP_LEARNING_RATE = 0.2
@@ -52,10 +62,10 @@ class Settings:
     delta: float
     max_grad_norm: float
     noise_multiplier: float | None
-    mechanism: MechanismName
+    mechanism: str
     bound: Bound
     sampling: Sampling
-    clipping: ClippingName
+    clipping: str
     engine: EngineName
     chunk_size: int | None
     augmentations: int
@@ -76,13 +86,14 @@ class Settings:
         _validate.positive("eps", self.eps)
         _validate.open_unit("delta", self.delta)
         _validate.positive("max_grad_norm", self.max_grad_norm)
-        _validate.choice("mechanism", self.mechanism, MECHANISMS)
-        _validate.choice("bound", self.bound, ("tight", "joint", "published"))
-        _validate.choice("sampling", self.sampling, ("poisson", "none"))
-        _validate.choice("clipping", self.clipping, CLIPPINGS)
-        _validate.choice("engine", self.engine, ("vmap", "ghost", "loop", "auto"))
-        _validate.choice("on_record_error", self.on_record_error, ("raise", "zero"))
-        _validate.choice("noise_source", self.noise_source, ("auto", "aes", "torch"))
+        family = family_of(self.mechanism)
+        check_noise(family.noise)
+        _validate.choice("bound", self.bound, BOUNDS)
+        _validate.choice("sampling", self.sampling, SAMPLINGS)
+        _validate.choice("clipping", self.clipping, clippings())
+        _validate.choice("engine", self.engine, ENGINES)
+        _validate.choice("on_record_error", self.on_record_error, ON_RECORD_ERROR)
+        _validate.choice("noise_source", self.noise_source, NOISE_SOURCES)
         if isinstance(self.public_state, str) or not all(isinstance(name, str) for name in self.public_state):
             raise TypeError(f"public_state must be a list of attribute names, got {self.public_state!r}")
         object.__setattr__(self, "public_state", tuple(self.public_state))
@@ -93,14 +104,15 @@ class Settings:
             _validate.integer("chunk_size", self.chunk_size, minimum=1)
         if self.noise_seed is not None:
             _validate.integer("noise_seed", self.noise_seed, minimum=0)
-        if self.bound != "tight" and self.mechanism != "laplace":
+        if self.bound not in family.bounds:
             raise ValueError(
                 f"bound={self.bound!r} is a bound for mechanism='laplace' only, got mechanism={self.mechanism!r}; "
                 "use bound='tight'"
             )
-        if self.engine == "ghost" and self.mechanism == "laplace_l1":
+        if self.engine == "ghost" and family.norm != "l2":
             raise ValueError(
-                "engine='ghost' computes l2 norms, but mechanism='laplace_l1' clips the l1 norm; use engine='vmap'"
+                f"engine='ghost' computes l2 norms, but mechanism={self.mechanism!r} clips the {family.norm} norm; use "
+                "engine='vmap'"
             )
         self._check_unit()
         self._check_clipping()
@@ -189,11 +201,14 @@ class Settings:
     def engines(self) -> tuple[str, ...]:
         """The engines to try, in order. All show the step one example at a time; ``"auto"`` goes from the fastest to
         the one that runs everything."""
-        if self.engine != "auto":
-            return (self.engine,)
-        if self.mechanism == "laplace_l1":  # ghost computes l2 norms
-            return ("vmap", "loop")
-        return ("ghost", "vmap", "loop")
+        match self.engine:
+            case "auto":
+                # ghost computes l2 norms
+                return ("ghost", "vmap", "loop") if family_of(self.mechanism).norm == "l2" else ("vmap", "loop")
+            case "ghost" | "vmap" | "loop":
+                return (self.engine,)
+            case _:
+                assert_never(self.engine)
 
     def mechanism_with(
         self,
@@ -237,4 +252,10 @@ class Settings:
     def adjacency(self) -> str:
         if self.unit is not None:
             return f"add/remove one user ({self.unit_name})"
-        return "add/remove one example" if self.sampling == "poisson" else "zero-out of one example"
+        match self.sampling:
+            case "poisson":
+                return "add/remove one example"
+            case "none":
+                return "zero-out of one example"
+            case _:
+                assert_never(self.sampling)

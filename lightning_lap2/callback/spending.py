@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from lightning_lap2.accounting import EpsilonForecast
+from lightning_lap2.accounting import EpsilonForecast, Release
+from lightning_lap2.accounting.forecast import build_forecast
 from lightning_lap2.callback.ledger import Ledger
 
 # A run without a last step is forecast this far ahead, then again.
@@ -22,7 +22,7 @@ class Spending:
     def __init__(self, ledger: Ledger, charges: float) -> None:
         self._ledger = ledger
         self._left = charges
-        self._charge: dict[str, Any] = {}
+        self._release: Release | None = None
         self._forecast: EpsilonForecast | None = None
         self._reach = 0
         self._since = 0
@@ -36,22 +36,23 @@ class Spending:
         """Further charges affordable, judged anew; never more than were planned."""
         self._left = min(self._left, charges)
 
-    def forecast_for(self, charge: dict[str, Any]) -> None:
-        """Plans the logged numbers for further charges like this one."""
-        self._charge = charge
+    def forecast_for(self, release: Release) -> None:
+        """Plans the logged numbers for further releases like this one."""
+        self._release = release
         self._reach = int(self._left) if math.isfinite(self._left) else max(_BLOCK, self._ledger.accountant.steps)
         self._since = 0
-        self._forecast = self._ledger.accountant.forecast(delta=self._ledger.delta, steps=self._reach, **charge)
+        spent = self._ledger.accountant.composition
+        self._forecast = build_forecast(spent, release, self._reach, self._ledger.delta)
 
-    def charge(self, charge: dict[str, Any], *, accounted: bool) -> None:
+    def charge(self, release: Release, *, accounted: bool) -> None:
         """One release, before it happens."""
-        self._ledger.charge(charge, accounted=accounted)
+        self._ledger.charge(release, accounted=accounted)
         if not accounted:
             return
         self._left -= 1
         self._since += 1
-        if charge != self._charge or self._since > self._reach:
-            self.forecast_for(charge)
+        if release != self._release or self._since > self._reach:
+            self.forecast_for(release)
 
     @property
     def epsilon(self) -> float:

@@ -1,4 +1,4 @@
-"""A number logged at every training step, where ``LightningModule.log`` would put it.
+"""What training has logged: read, and added to at every step.
 
 ``log`` checks its arguments, the hook it is called from and the names logged so far at every call, which takes half a
 millisecond: more than everything else the callback does in a step. All of that comes out the same at every step of an
@@ -12,9 +12,31 @@ from typing import Any
 
 import torch
 
+# what the callback itself logs
+EPSILON, THRESHOLD = "privacy/epsilon", "privacy/max_grad_norm"
+
+
+def _key(name: str) -> str:
+    """How Lightning's collection of results calls a value logged in ``on_train_batch_end``."""
+    return f"on_train_batch_end.{name}"
+
+
+_OWN = frozenset({_key(EPSILON), _key(THRESHOLD)})
+
+
+def count_logged(trainer: Any) -> int:
+    """How many values training has logged so far."""
+    return len(trainer.fit_loop.epoch_loop._results)
+
+
+def names_logged(trainer: Any) -> set[str]:
+    """Their names, without those of the callback's own."""
+    return {result.meta.name for key, result in trainer.fit_loop.epoch_loop._results.items() if key not in _OWN}
+
 
 class StepValue:
-    """``self.log(name, value, on_step=True, on_epoch=False, prog_bar=...)`` of an ``on_train_batch_end``.
+    """``self.log(name, value, on_step=True, on_epoch=False, prog_bar=...)`` of an
+    ``on_train_batch_end``, at every training step.
 
     Not on_epoch: that would be an average over the epoch.
 
@@ -25,7 +47,7 @@ class StepValue:
 
     def __init__(self, name: str, *, prog_bar: bool = False) -> None:
         self._name, self._prog_bar = name, prog_bar
-        self._key = f"on_train_batch_end.{name}"  # how Lightning's collection of results calls it
+        self._key = _key(name)
         self._result: Any = None
 
     def fresh(self) -> StepValue:

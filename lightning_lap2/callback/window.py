@@ -6,18 +6,15 @@ The un-noised sum lives here and nowhere else. It is never in ``.grad``, where o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import Tensor
 
+from lightning_lap2.callback.ranks import Ranks
 from lightning_lap2.gradients import ParameterLayout
 from lightning_lap2.noise import NoiseSource
 from lightning_lap2.sampling import Part
 
-# Elements in flight between ranks: 64 MiB of fp32, large enough to fill the links, small enough for a staging buffer.
-BUCKET = 16 * 2**20
+_ALONE = Ranks()
 
 
 class Window:
@@ -94,13 +91,12 @@ def release_(
     normaliser: float,
     release: int,
     last_factor: float = 1.0,
-    rank: int = 0,
-    world_size: int = 1,
+    ranks: Ranks = _ALONE,
 ) -> None:
     """Turns rank-local clipped sums into the noised mean, in place: ``(sum over ranks + noise) / normaliser``.
 
     First the sums are added up, each slice of the flat vector on the rank that it belongs to. That rank adds noise to
-    its slice and rounds to the grid, once and for the whole job; then it tells all others. So noise costs 1/world_size,
+    its slice and rounds to the grid, once and for the whole job; then it tells all others. So noise costs 1/ranks,
     and what has its noise is never added to anything again, which would round it by what the records are. (Noise for
     each rank's own sum would not do either: a sum of Laplace draws is not Laplace.)
 
@@ -110,6 +106,7 @@ def release_(
         normaliser: the public expected batch size, never the number drawn.
         release: number of this release; keys seeded noise.
         last_factor: what the last coordinate's sum is multiplied by before its noise, for a count.
+        ranks: of the job.
 
     Raises:
         ValueError: a scale that is NaN, infinite or negative, under which the sum would go out without noise.
@@ -117,40 +114,10 @@ def release_(
     if not math.isfinite(scale) or scale < 0:
         raise ValueError(f"noise scale must be finite and not negative, got {scale!r}: nothing is released")
     n = total.numel()
-    start, stop = _bounds(n, rank, world_size)
-    if world_size > 1:
-        _by_slice(total, world_size, _reduce)
+    start, stop = ranks.own_slice(n)
+    ranks.sum_(total)
     if scale > 0 and stop > start:
         factor = last_factor if stop == n else 1.0
-        noise.add_(total[start:stop], scale, distribution, release=release, last_factor=factor)  # type: ignore[arg-type]
-    if world_size > 1:
-        _by_slice(total, world_size, _broadcast)
+        noise.add_(total[start:stop], scale, distribution, release=release, last_factor=factor)
+    ranks.share_(total)
     total.div_(normaliser)
-
-
-def _bounds(n: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The slice of ``n`` coordinates that a rank noises; slices differ in length by at most one."""
-    return n * rank // world_size, n * (rank + 1) // world_size
-
-
-def _by_slice(total: Tensor, world_size: int, move: Callable[[Tensor, int], Any]) -> None:
-    """Starts ``move(part, owner)`` for the slices of all ranks at once, a bucket of each, and waits; bucket by bucket.
-
-    Reduce and broadcast rather than reduce-scatter and all-gather, which take equal slices only and which gloo runs at
-    a quarter of the speed.
-    """
-    bounds = [_bounds(total.numel(), owner, world_size) for owner in range(world_size)]
-    bucket = max(1, BUCKET // world_size)
-    for first in range(0, max(stop - start for start, stop in bounds), bucket):
-        parts = [total[start + first : min(start + first + bucket, stop)] for start, stop in bounds]
-        works = [move(part, owner) for owner, part in enumerate(parts) if part.numel()]
-        for work in works:
-            work.wait()
-
-
-def _reduce(part: Tensor, owner: int) -> Any:
-    return torch.distributed.reduce(part, owner, op=torch.distributed.ReduceOp.SUM, async_op=True)
-
-
-def _broadcast(part: Tensor, owner: int) -> Any:
-    return torch.distributed.broadcast(part, owner, async_op=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_lap2.accounting import NoFiniteNoiseError, calibrate_noise_multiplier
+from lightning_lap2.accounting import NoFiniteNoiseError, calibrate_noise_multiplier, family_of
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def smallest_multiplier(method: Method, *, eps: float, **plan: Any) -> float:
 
 
 def deviation(mechanism: str, scale: float) -> float:
-    """Standard deviation of noise of that scale: sigma itself, or sqrt(2) b."""
-    return scale if mechanism == "gaussian" else math.sqrt(2.0) * scale
+    """Standard deviation of noise of that scale: sigma itself, sqrt(2) b of Laplace noise."""
+    return family_of(mechanism).noise.standard_deviation * scale
 
 
 def signal_to_noise(multiplier: float) -> float:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
+from lightning_lap2.accounting import FAMILIES
 from lightning_lap2.report import PrivacyReport
-
-_NOISE = {"laplace": "b of Laplace noise", "laplace_l1": "b of Laplace noise", "gaussian": "sigma of Gaussian noise"}
 
 
 def rows(report: PrivacyReport) -> list[tuple[str, str]]:
@@ -16,7 +15,7 @@ def rows(report: PrivacyReport) -> list[tuple[str, str]]:
         ("mechanism", f"{report.mechanism}, bound {report.bound}"),
         ("clipping", _clipping(report)),
         ("noise multiplier", _number(report.noise_multiplier, ", scale / C")),
-        ("noise scale", _number(report.scale, f", {_NOISE.get(report.mechanism, 'scale')}, in units of the gradient")),
+        ("noise scale", _number(report.scale, f", {_scale_name(report)}, in units of the gradient")),
         ("sampling", f"{report.sampling}, adjacency: {report.adjacency}"),
         ("sample rate q", _number(report.sample_rate)),
         ("expected batch size", _number(report.expected_batch_size, " examples")),
@@ -39,10 +38,16 @@ def _steps(report: PrivacyReport) -> str:
 
 
 def _clipping(report: PrivacyReport) -> str:
-    norm = "l1" if report.mechanism == "laplace_l1" else "l2"
+    family = FAMILIES.get(report.mechanism)  # None: registered by the process that trained, not by this one
+    kind = report.clipping if family is None else f"{report.clipping}, {family.norm}"
     if report.clipping_threshold is None:
-        return f"{report.clipping}, {norm}, C = {report.max_grad_norm:g}"
-    return f"{report.clipping}, {norm}, C from {report.max_grad_norm:g} to {report.clipping_threshold:.4g}"
+        return f"{kind}, C = {report.max_grad_norm:g}"
+    return f"{kind}, C from {report.max_grad_norm:g} to {report.clipping_threshold:.4g}"
+
+
+def _scale_name(report: PrivacyReport) -> str:
+    family = FAMILIES.get(report.mechanism)
+    return "scale" if family is None else family.noise.scale_name
 
 
 def _number(value: float | None, unit: str = "") -> str | None:

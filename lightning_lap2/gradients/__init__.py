@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_lap2.errors import UnsupportedModelError
-from lightning_lap2.gradients.clipping import Clipper, FlatClipper, make_clipper
+from lightning_lap2.gradients.clipping import Clipper, FlatClipper, make_clipper, register_clipping
 from lightning_lap2.gradients.engine import Engine
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.runner import StepRunner
@@ -18,4 +18,5 @@ __all__ = [
     "StepRunner",
     "UnsupportedModelError",
     "make_clipper",
+    "register_clipping",
 ]

@@ -9,15 +9,20 @@ Norms come in per parameter because that is how engines produce them and what pe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import assert_never
 
+from lightning_lap2 import _validate
+from lightning_lap2._registry import Registry
+from lightning_lap2.choices import CLIPPINGS, Norm
 from lightning_lap2.gradients.parameters import ParameterLayout
-from lightning_lap2.mechanism import COUNT_SENSITIVITY, ClippingName, Mechanism, Norm
+from lightning_lap2.mechanism import COUNT_SENSITIVITY, Mechanism
 
 STABILITY = 0.01
 """gamma of automatic clipping, in units of the gradient: the value of Bu et al. (2022) for AUTO-S."""
@@ -43,11 +48,15 @@ class Clipper(Protocol):
 
 def total_norm(norms: Tensor, norm: Norm) -> Tensor:
     """Norm over all parameters: ``[P, B] -> [B]``, fp64. l2 norms add in squares, l1 norms add."""
-    if norm == "l1":
-        return norms.sum(dim=0)
-    # scaled by the largest entry, so that 1e200 does not overflow when squared
-    top = norms.amax(dim=0).clamp_min(torch.finfo(norms.dtype).tiny)
-    return top * torch.linalg.vector_norm(norms / top, dim=0)
+    match norm:
+        case "l1":
+            return norms.sum(dim=0)
+        case "l2":
+            # scaled by the largest entry, so that 1e200 does not overflow when squared
+            top = norms.amax(dim=0).clamp_min(torch.finfo(norms.dtype).tiny)
+            return top * torch.linalg.vector_norm(norms / top, dim=0)
+        case _:
+            assert_never(norm)
 
 
 @dataclass(frozen=True)
@@ -138,12 +147,62 @@ class PerLayerClipper:
         return torch.where(torch.isfinite(norms).all(dim=0), weight, torch.zeros_like(weight))
 
 
-def make_clipper(clipping: ClippingName, mechanism: Mechanism, layout: ParameterLayout) -> Clipper:
+WeightsOfOne = Callable[[Tensor, float], Tensor]
+REGISTERED: Registry[WeightsOfOne] = Registry("clipping", {}, on_trust=False)
+
+
+def register_clipping(name: str, weights: WeightsOfOne) -> None:
+    """Makes ``clipping=name`` known in this process; see :class:`RegisteredClipper`.
+
+    Nothing has to be proven of ``weights``: it sees one example's norms at a time, and what it returns is cut where the
+    weighted gradient would be longer than C. So such a clipping is charged as flat clipping is.
+
+    Args:
+        name: what the setting ``clipping`` calls it.
+        weights: from the norms ``[P]`` of one example's gradient (fp64, one for each parameter) and C to weights
+            ``[P]``. It runs under :func:`torch.vmap`.
+
+    Raises:
+        TypeError, ValueError: the name is taken.
+    """
+    if name in CLIPPINGS:
+        raise ValueError(f"clipping {name!r} is the library's own: choose another name")
+    REGISTERED.add(name, weights)
+
+
+def clippings() -> tuple[str, ...]:
+    """The names that the setting ``clipping`` may have."""
+    return (*CLIPPINGS, *REGISTERED)
+
+
+@dataclass(frozen=True)
+class RegisteredClipper:
+    """Weights of one's own, made safe: ``min(w, w C / ||w g||)`` with w of one example's norms alone.
+
+    Weights that are negative or not finite count as 0.
+
+    Args:
+        max_grad_norm: C.
+        norm: as in :class:`FlatClipper`.
+        of_one: see :func:`register_clipping`.
+    """
+
+    max_grad_norm: float
+    norm: Norm
+    of_one: WeightsOfOne
+
+    def weights(self, norms: Tensor) -> Tensor:
+        wanted = torch.vmap(lambda own: self.of_one(own, self.max_grad_norm), in_dims=1, out_dims=1)(norms)
+        wanted = torch.where(torch.isfinite(wanted) & (wanted > 0), wanted, torch.zeros_like(wanted)).double()
+        return wanted * FlatClipper(self.max_grad_norm, self.norm).weights(wanted * norms)
+
+
+def make_clipper(clipping: str, mechanism: Mechanism, layout: ParameterLayout) -> Clipper:
     """The clipper whose sensitivity ``mechanism`` is charged for, less its margin.
 
     Args:
-        clipping: ``"flat"``, ``"automatic"``, ``"per_layer"`` or ``"adaptive"``. Adaptive clipping is flat clipping at
-            the mechanism's present C; the count beside it is :meth:`FlatClipper.count`.
+        clipping: ``"flat"``, ``"automatic"``, ``"per_layer"``, ``"adaptive"`` or a registered name. Adaptive clipping
+            is flat clipping at the mechanism's present C; the count beside it is :meth:`FlatClipper.count`.
         mechanism: gives C and its margin in units of the gradient, the norm (l2; l1 of ``"laplace_l1"``) and the
             layers' share of C.
         layout: of the parameters whose norms will be handed in; per-layer clipping groups them by module.
@@ -152,7 +211,7 @@ def make_clipper(clipping: ClippingName, mechanism: Mechanism, layout: Parameter
         A :class:`Clipper`: norms ``[P, B]`` of P parameters and B examples in, weights ``[P, B]`` out, fp64.
 
     Raises:
-        ValueError: the mechanism was made for other layers than those of ``layout``.
+        TypeError, ValueError: an unknown name, or the mechanism was made for other layers than those of ``layout``.
 
     Example:
         >>> layout = ParameterLayout(torch.nn.Linear(3, 1))  # weight and bias: P = 2
@@ -162,10 +221,18 @@ def make_clipper(clipping: ClippingName, mechanism: Mechanism, layout: Parameter
         tensor([[0.1998, 1.0000],
                 [0.1998, 1.0000]], dtype=torch.float64)
     """
-    if clipping == "automatic":
-        return AutomaticClipper(mechanism.clip_norm, mechanism.norm)
-    if clipping == "per_layer":
-        if mechanism.layer_sizes != layout.layer_sizes:
-            raise ValueError(f"a release of the layers {mechanism.layer_sizes} for gradients of {layout.layer_sizes}")
-        return PerLayerClipper(mechanism.layer_norm, layout.layers, mechanism.norm)
-    return FlatClipper(mechanism.clip_norm, mechanism.norm)
+    if clipping in REGISTERED:
+        return RegisteredClipper(mechanism.clip_norm, mechanism.norm, REGISTERED[clipping])
+    match _validate.choice("clipping", clipping, CLIPPINGS):
+        case "flat" | "adaptive":
+            return FlatClipper(mechanism.clip_norm, mechanism.norm)
+        case "automatic":
+            return AutomaticClipper(mechanism.clip_norm, mechanism.norm)
+        case "per_layer":
+            if mechanism.layer_sizes != layout.layer_sizes:
+                raise ValueError(
+                    f"a release of the layers {mechanism.layer_sizes} for gradients of {layout.layer_sizes}"
+                )
+            return PerLayerClipper(mechanism.layer_norm, layout.layers, mechanism.norm)
+        case unknown:
+            assert_never(unknown)

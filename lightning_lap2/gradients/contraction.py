@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_lap2.choices import Norm, order
 from lightning_lap2.gradients.clipping import Clipper, FlatClipper
 from lightning_lap2.gradients.engine import full_precision
 from lightning_lap2.gradients.parameters import ParameterLayout
-from lightning_lap2.mechanism import Norm
 
 BLOCK = 512
 
@@ -27,21 +27,21 @@ def row_norms(rows: Tensor, norm: Norm) -> Tensor:
     Entries above 1.8e19 overflow when squared in fp32; the norm is then ``inf`` and the example counts as
     non-finite (weight 0), which is safe.
     """
-    order = 1 if norm == "l1" else 2
+    p = order(norm)
     if rows.dtype == torch.float64:
-        return torch.linalg.vector_norm(rows, ord=order, dim=1)
+        return torch.linalg.vector_norm(rows, ord=p, dim=1)
     size = rows.shape[1]
     whole = size - size % BLOCK
     partial = []
     if whole:
         blocks = rows[:, :whole].unflatten(1, (whole // BLOCK, BLOCK))
-        partial.append(torch.linalg.vector_norm(blocks, ord=order, dim=2))
+        partial.append(torch.linalg.vector_norm(blocks, ord=p, dim=2))
     if size > whole:
-        partial.append(torch.linalg.vector_norm(rows[:, whole:], ord=order, dim=1, keepdim=True))
+        partial.append(torch.linalg.vector_norm(rows[:, whole:], ord=p, dim=1, keepdim=True))
     if not partial:
         return rows.new_zeros(rows.shape[0], dtype=torch.float64)
     norms = partial[0] if len(partial) == 1 else torch.cat(partial, dim=1)
-    return torch.linalg.vector_norm(norms.double(), ord=order, dim=1)
+    return torch.linalg.vector_norm(norms.double(), ord=p, dim=1)
 
 
 def example_norms(gradients: Sequence[Tensor], norm: Norm) -> Tensor:

@@ -22,6 +22,6 @@ def make_engine(name: str, module: nn.Module, *, chunk_size: int | None = None) 
     Raises:
         ValueError: an unknown name.
     """
-    home, kind = ENGINES[_validate.choice("engine", name, ENGINES)]
+    home, kind = ENGINES[_validate.choice("engine", name, tuple(ENGINES))]
     engine: Engine = getattr(import_module(home), kind)(module, chunk_size=chunk_size)
     return engine

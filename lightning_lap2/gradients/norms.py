@@ -19,15 +19,13 @@ from torch.utils._pytree import tree_map
 
 from lightning_lap2 import _validate
 from lightning_lap2.batches import split_rows
+from lightning_lap2.choices import NORMS, Norm
 from lightning_lap2.gradients.clipping import total_norm
 from lightning_lap2.gradients.engine import Engine
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.stepcall import StepCall
 from lightning_lap2.gradients.trial.state import untouched
-from lightning_lap2.mechanism import Norm
-
-NORMS: tuple[Norm, ...] = ("l1", "l2")
 
 
 def gradient_norms(

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import assert_never
 
+from lightning_lap2 import _validate
+from lightning_lap2.choices import NOISE_SOURCES, NoiseSourceName
 from lightning_lap2.noise.aes import AesNoise
-from lightning_lap2.noise.base import Distribution, NoiseKind, NoiseSource
+from lightning_lap2.noise.base import NoiseSource
 from lightning_lap2.noise.device import TorchNoise
 from lightning_lap2.noise.grid import CELLS
+from lightning_lap2.noise.quantile import check_noise
 from lightning_lap2.noise.staged import StagedAesNoise
 
 __all__ = [
     "AesNoise",
-    "Distribution",
-    "NoiseKind",
     "NoiseSource",
     "StagedAesNoise",
     "TorchNoise",
+    "check_noise",
     "make_noise_source",
 ]
 
 
 def make_noise_source(
-    kind: NoiseKind, device: torch.device, *, seed: int | None = None, rank: int = 0, cells: int = CELLS
+    kind: NoiseSourceName, device: torch.device, *, seed: int | None = None, rank: int = 0, cells: int = CELLS
 ) -> NoiseSource:
     """The noise source for buffers on ``device``.
 
@@ -39,10 +42,18 @@ def make_noise_source(
     Raises:
         ValueError: for an unknown kind, or ``"torch"`` on a device whose generator is not known.
     """
-    if kind not in ("auto", "aes", "torch"):
-        raise ValueError(f"noise_source must be 'auto', 'aes' or 'torch', got {kind!r}")
-    if kind == "torch" or (kind == "auto" and device.type == "cuda"):
-        return TorchNoise(device, seed=seed, rank=rank, cells=cells)
-    if device.type == "cpu":
-        return AesNoise(device, seed=seed, rank=rank, cells=cells)
-    return StagedAesNoise(device, seed=seed, rank=rank, cells=cells)
+    source: type[NoiseSource]
+    match _validate.choice("noise_source", kind, NOISE_SOURCES):
+        case "torch":
+            source = TorchNoise
+        case "aes":
+            source = _aes(device)
+        case "auto":
+            source = TorchNoise if device.type == "cuda" else _aes(device)
+        case unknown:
+            assert_never(unknown)
+    return source(device, seed=seed, rank=rank, cells=cells)
+
+
+def _aes(device: torch.device) -> type[NoiseSource]:
+    return AesNoise if device.type == "cpu" else StagedAesNoise

@@ -24,16 +24,19 @@ cells of :mod:`~lightning_lap2.noise.grid`. The square root would make them coar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from lightning_lap2.noise import grid
-from lightning_lap2.noise.base import Distribution, NoiseSource
+from lightning_lap2.noise.base import NoiseSource
+from lightning_lap2.noise.quantile import magnitude_of
 
 Array = npt.NDArray[Any]
 
@@ -87,13 +90,25 @@ class _Maker:
         """``size`` values of Laplace noise, +-scale log t, in a buffer that the next call overwrites."""
         word, noise = self._word[:size], self._real[:size]
         self._words.fill(word)
-        self._exponential(word, noise, self._uniform(word, noise))
+        self._exponential(noise, self._uniform(word, noise))
         noise *= scale
-        # the sign bit of the word, by exclusive or: log t is never above 0, so the other way round for half of them
+        self._sign(word, noise)  # log t is never above 0, so the other way round for half of them
+        return noise
+
+    def by_magnitude(self, magnitude: Callable[[Tensor], Tensor], size: int, scale: float) -> Array:
+        """``size`` values of noise of a registered mechanism, +-scale |Z|(t)."""
+        word, noise = self._word[:size], self._real[:size]
+        self._words.fill(word)
+        self._refine(noise, self._uniform(word, noise))
+        np.multiply(magnitude(torch.from_numpy(noise)).numpy(), scale, out=noise)
+        self._sign(word, noise)
+        return noise
+
+    def _sign(self, word: Array, noise: Array) -> None:
+        """``noise`` takes the sign bit of the word, by exclusive or; spends ``word``."""
         np.bitwise_and(word, ~_MASK, out=word)
         bits = noise.view(np.uint64)
         np.bitwise_xor(bits, word, out=bits)
-        return noise
 
     def gaussian(self, size: int, scale: float) -> Array:
         """``size`` values of Gaussian noise: the cosines of all pairs, then their sines."""
@@ -101,7 +116,7 @@ class _Maker:
         word, radius, tangent = self._word[:pairs], self._real[:pairs], self._real[pairs : 2 * pairs]
         self._words.fill(word)
         k = self._uniform(word, radius)
-        self._exponential(word, radius, k)
+        self._exponential(radius, k)
         self._centre(k, radius)
         radius *= -2.0 * scale * scale
         np.sqrt(radius, out=radius)
@@ -126,11 +141,15 @@ class _Maker:
         out *= 2.0**-_BITS
         return k
 
-    def _exponential(self, word: Array, t: Array, k: Array) -> None:
-        """``t`` becomes its logarithm, after (k + u) 2^-63 took its place where k is small."""
+    def _refine(self, t: Array, k: Array) -> None:
+        """``t`` becomes (k + u) 2^-63 where k is small."""
         where = np.flatnonzero(np.less(k, REFINED, out=self._some[: len(k)]))
         if len(where):
             t[where] = (k[where] + self._fractions(len(where))) * 2.0**-_BITS
+
+    def _exponential(self, t: Array, k: Array) -> None:
+        """``t`` becomes the logarithm of what it is when refined."""
+        self._refine(t, k)
         np.log(t, out=t)
 
     def _centre(self, k: Array, log_t: Array) -> None:
@@ -148,11 +167,17 @@ class _Maker:
         return (further.astype(np.float64) + 0.5) * 2.0**-64
 
 
-def noise_chunks(size: int, scale: float, distribution: Distribution, words: Words) -> Iterator[tuple[slice, Array]]:
+def noise_chunks(size: int, scale: float, distribution: str, words: Words) -> Iterator[tuple[slice, Array]]:
     """Noise for ``size`` values, float64, piece by piece; a piece is valid until the next is asked for."""
     # One more than the chunk: an odd number of Gaussian values takes a whole last pair.
     maker = _Maker(words, min(CHUNK, size) + 1)
-    draw = maker.laplace if distribution == "laplace" else maker.gaussian
+    match distribution:
+        case "laplace":
+            draw = maker.laplace
+        case "gaussian":
+            draw = maker.gaussian
+        case registered:
+            draw = partial(maker.by_magnitude, magnitude_of(registered))
     for start in range(0, size, CHUNK):
         where = slice(start, min(start + CHUNK, size))
         yield where, draw(where.stop - start, scale)
@@ -161,7 +186,7 @@ def noise_chunks(size: int, scale: float, distribution: Distribution, words: Wor
 def add_noise(
     values: Tensor,
     scale: float,
-    distribution: Distribution,
+    distribution: str,
     words: Words,
     *,
     last_factor: float = 1.0,
@@ -185,11 +210,11 @@ class AesNoise(NoiseSource):
 
     name: ClassVar[str] = "aes"
 
-    def _add(self, values: Tensor, scale: float, distribution: Distribution, release: int, last_factor: float) -> None:
+    def _add(self, values: Tensor, scale: float, distribution: str, release: int, last_factor: float) -> None:
         stream = self._stream(release)
         add_noise(values, scale, distribution, stream, last_factor=last_factor, cells=self.cells)
 
-    def fill_(self, out: Tensor, distribution: Distribution, *, release: int) -> None:
+    def fill_(self, out: Tensor, distribution: str, *, release: int) -> None:
         """Overwrites the float64 CPU tensor ``out`` (``[n]``) with noise of scale 1, not rounded."""
         made: Array = out.numpy()
         for where, noise in noise_chunks(len(made), 1.0, distribution, self._stream(release)):

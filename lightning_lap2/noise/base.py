@@ -6,19 +6,14 @@ import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_lap2.accounting import noise_of
 from lightning_lap2.noise.grid import CELLS
-
-NoiseKind = Literal["auto", "aes", "torch"]
-Distribution = Literal["laplace", "gaussian"]
-
-# No unit draw of any source exceeds this many scales: the smallest uniform is 2^-129, so 89.5 for Laplace
-# and 13.4 for Gaussian noise.
-MAX_UNITS = 128.0
+from lightning_lap2.noise.quantile import MAX_UNITS
 
 # Scales of noise beside which float64 has room for the arithmetic of :mod:`~lightning_lap2.noise.grid`.
 _SMALLEST, _LARGEST = 2.0**-480, 2.0**480
@@ -63,7 +58,7 @@ class NoiseSource(ABC):
         self,
         values: Tensor,
         scale: float,
-        distribution: Distribution = "laplace",
+        distribution: str = "laplace",
         *,
         release: int,
         last_factor: float = 1.0,
@@ -78,7 +73,7 @@ class NoiseSource(ABC):
             values: shape ``[n]``, contiguous, fp32 or fp64, on the source's device.
             scale: in the units of ``values``: b of Laplace noise (standard deviation b sqrt 2), the standard
                 deviation of Gaussian noise. 0 adds nothing and rounds nothing.
-            distribution: ``"laplace"`` or ``"gaussian"``.
+            distribution: ``"laplace"``, ``"gaussian"``, or the noise of a registered mechanism.
             release: number of the optimizer step; enters the noise of a seeded source only.
             last_factor: what the last value is multiplied by, in float64, before its noise is added.
 
@@ -96,7 +91,7 @@ class NoiseSource(ABC):
             values[-1] *= last_factor
 
     @abstractmethod
-    def _add(self, values: Tensor, scale: float, distribution: Distribution, release: int, last_factor: float) -> None:
+    def _add(self, values: Tensor, scale: float, distribution: str, release: int, last_factor: float) -> None:
         """:meth:`add_` after the checks, for a positive scale and at least one value."""
 
     def _secret(self, size: int, release: int) -> bytes:
@@ -119,8 +114,7 @@ def secret_bytes(size: int, purpose: str, seed: int | None, release: int, rank: 
 
 def check_request(values: Tensor, scale: float, distribution: str, device: torch.device) -> None:
     """Validates one request; see :meth:`NoiseSource.add_`."""
-    if distribution not in ("laplace", "gaussian"):
-        raise ValueError(f"distribution must be 'laplace' or 'gaussian', got {distribution!r}")
+    noise_of(distribution)
     if values.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"noise needs a float32 or float64 tensor, got {values.dtype}: sum in float32")
     if values.dim() != 1 or not values.is_contiguous():

@@ -14,13 +14,16 @@ whole state (key *and* counter of Philox; all 19,937 bits of the Twister, whose 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_lap2.noise import grid
-from lightning_lap2.noise.base import Distribution, NoiseSource
+from lightning_lap2.noise.base import NoiseSource
+from lightning_lap2.noise.quantile import magnitude_of
 
 _CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}  # values per round: cache on a CPU, 64 MiB of words on a GPU
 
@@ -52,13 +55,13 @@ class TorchNoise(NoiseSource):
                 "use noise_source='aes'"
             )
 
-    def _add(self, values: Tensor, scale: float, distribution: Distribution, release: int, last_factor: float) -> None:
+    def _add(self, values: Tensor, scale: float, distribution: str, release: int, last_factor: float) -> None:
         generator = torch.Generator(device=values.device)
         if values.device.type == "cpu":
             key_twister(generator, self._secret(4 * _TWISTER_WORDS, release))
         else:
             key_philox(generator, self._secret(16, release))
-        unit = unit_laplace if distribution == "laplace" else unit_gaussian
+        unit = unit_draw(distribution)
         chunk = _CHUNK[values.device.type]
         for start in range(0, values.numel(), chunk):
             part = values[start : start + chunk]
@@ -102,6 +105,27 @@ def key_philox(generator: torch.Generator, secret: bytes) -> None:
         raise RuntimeError(
             f"torch {torch.__version__} keeps its CUDA generator in an unknown form: use noise_source='aes'"
         )
+
+
+def unit_draw(distribution: str) -> Callable[[int, torch.Generator], Tensor]:
+    """What draws unit noise, float64 ``[size]``.
+
+    Raises:
+        ValueError: an unknown distribution.
+    """
+    match distribution:
+        case "laplace":
+            return unit_laplace
+        case "gaussian":
+            return unit_gaussian
+        case registered:
+            return partial(unit_by_magnitude, magnitude_of(registered))
+
+
+def unit_by_magnitude(magnitude: Callable[[Tensor], Tensor], size: int, generator: torch.Generator) -> Tensor:
+    """Unit noise of a registered mechanism, float64 ``[size]``: |Z| of t with a random sign."""
+    k, u, sign = split_words(_words(2, size, generator))
+    return magnitude(uniform(k, u)).mul_(sign)
 
 
 def unit_laplace(size: int, generator: torch.Generator) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_lap2.noise import grid
 from lightning_lap2.noise.aes import AesNoise
-from lightning_lap2.noise.base import Distribution, NoiseSource
+from lightning_lap2.noise.base import NoiseSource
 
 _CHUNK = 1 << 22  # values at once: 32 MiB of float64 on the device
 
@@ -22,7 +22,7 @@ class _Order:
     """What unit noise is wanted. ``release`` is None where it does not matter: without a seed."""
 
     size: int
-    distribution: Distribution
+    distribution: str
     release: int | None
 
 
@@ -73,7 +73,7 @@ class StagedAesNoise(NoiseSource):
         self.__dict__.update(state)
         self._forget()
 
-    def _add(self, values: Tensor, scale: float, distribution: Distribution, release: int, last_factor: float) -> None:
+    def _add(self, values: Tensor, scale: float, distribution: str, release: int, last_factor: float) -> None:
         if self._pid != os.getpid():
             self._forget()
         seeded = self.seed is not None

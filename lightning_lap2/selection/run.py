@@ -66,12 +66,12 @@ class SearchRun(Lap2Core):
 
     def _planned(self, session: FitSession) -> None:
         super()._planned(session)
-        if session.trainer.world_size > 1:
+        if session.run.fit.ranks.size > 1:
             raise UnsupportedSettingError(
-                f"a private search draws in one process, but the Trainer has {session.trainer.world_size}: use "
+                f"a private search draws in one process, but the Trainer has {session.run.fit.ranks.size}: use "
                 "Trainer(devices=1)"
             )
-        self._check_fresh(session.module)  # once more: configure_model may have added parts
+        self._check_fresh(session.run.fit.module)  # once more: configure_model may have added parts
 
     def _check_fresh(self, module: Any) -> None:
         """Runs must be alike in law, and their ledgers hold one run each.

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_lap2.accounting import MajorizedAccountant, UnsoundBoundWarning, log_moments
+from lightning_lap2.accounting import MajorizedAccountant, Release, UnsoundBoundWarning, log_moments
 from lightning_lap2.accounting.routes.moments import INFINITE
 from lightning_lap2.accounting.routes.orders import Orders
 from lightning_lap2.accounting.routes.pure import pure_delta, pure_epsilon, pure_step
@@ -235,6 +235,19 @@ def test_state_round_trip_covers_every_attribute(mechanism: str, bound: str) -> 
     assert again == accountant
     assert again.epsilon(delta=1e-5) == accountant.epsilon(delta=1e-5)
     assert json.dumps(again.state_dict()) == text
+
+
+def test_a_release_survives_json_and_may_leave_out_what_it_has_not() -> None:
+    for release in (
+        Release(math.inf, 1.0, math.inf),
+        Release(0.1 + 0.2, 1 / 3, 10**12, [(1, 20.0)], [(4e11, 0.5, 2), (2e11, 0.5, 1)]),
+    ):
+        assert Release.from_dict(json.loads(json.dumps(release.to_dict(), allow_nan=False))) == release
+    plain = {"noise_multiplier": 1.5, "sample_rate": 0.25, "dimension": 8}
+    assert Release.from_dict(plain) == Release(1.5, 0.25, 8) == Release(2.0, 0.25, 8).with_multiplier(1.5)
+    for damaged in ({}, {**plain, "extra": 1}, {"noise_multiplier": 1.5, "dimension": 8}, [1]):
+        with pytest.raises(ValueError, match="expected the entries"):
+            Release.from_dict(damaged)  # type: ignore[arg-type]
 
 
 def test_copy_is_independent() -> None:

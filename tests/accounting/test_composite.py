@@ -10,7 +10,7 @@ import mpmath
 import pytest
 
 from lightning_lap2.accounting import MajorizedAccountant, calibrate_noise_multiplier
-from lightning_lap2.accounting.release import make_release
+from lightning_lap2.accounting.release import Release
 
 Blocks = list[tuple[float, float]]
 """(n, rho) each."""
@@ -123,7 +123,7 @@ def test_layers_are_checked(layers: Any, error: type[Exception], words: str) -> 
 
 
 def test_edges() -> None:
-    assert make_release(math.inf, 0.1, 1045, layers=[(1045, 1.0, 1)]).is_free
-    assert make_release(0.0, 0.1, 1045, layers=[(1045, 1e-3, 1)]).is_bare
-    assert make_release(1.0, 0.1, 0, layers=[(0, 1.0, 5)]).is_free
-    assert not make_release(1e308, 0.1, 1045, layers=[(1045, 1e-300, 1)]).is_free, "a cost that underflows is a cost"
+    assert Release(math.inf, 0.1, 1045, layers=[(1045, 1.0, 1)]).is_free
+    assert Release(0.0, 0.1, 1045, layers=[(1045, 1e-3, 1)]).is_bare
+    assert Release(1.0, 0.1, 0, layers=[(0, 1.0, 5)]).is_free
+    assert not Release(1e308, 0.1, 1045, layers=[(1045, 1e-300, 1)]).is_free, "a cost that underflows is a cost"

@@ -31,8 +31,8 @@ class Watching(GradientProbe):
         self.noise = []
 
     def released(self, values: Tensor) -> None:
-        y = values.double().numpy() * self.release.normaliser - self._others.numpy()
-        self.noise.append(y - self.directions.combine(self.release.mechanism.clip_norm * self._times))
+        y = values.double().numpy() * self.claim.normaliser - self._others.numpy()
+        self.noise.append(y - self.directions.combine(self.claim.mechanism.clip_norm * self._times))
         super().released(values)
 
 

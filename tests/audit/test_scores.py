@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from lightning_lap2.accounting import GAUSSIAN, LAPLACE, Family
 from lightning_lap2.audit.scores import log_mixture, log_ratio
 
 
-@pytest.mark.parametrize(("name", "noise"), [("laplace", stats.laplace), ("gaussian", stats.norm)])
-def test_log_ratio_is_that_of_the_densities(name: str, noise: stats.rv_continuous) -> None:
+@pytest.mark.parametrize(("family", "noise"), [(LAPLACE, stats.laplace), (GAUSSIAN, stats.norm)])
+def test_log_ratio_is_that_of_the_densities(family: Family, noise: stats.rv_continuous) -> None:
     rng = np.random.default_rng(0)
     y, g = 3 * rng.normal(size=(40, 5)), rng.normal(size=(40, 5))
     expected = (noise.logpdf(y - g) - noise.logpdf(y)).sum(axis=-1)
-    np.testing.assert_allclose(log_ratio(y, g, name), expected, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(log_ratio(y, g, family.noise), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_log_mixture_is_the_coins_and_does_not_overflow() -> None:

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from lightning_lap2.accounting import Release
 from lightning_lap2.callback import journal as journal_module
 from lightning_lap2.callback.branches import Found, search
-from lightning_lap2.callback.journal import Journal, Origin, read
+from lightning_lap2.callback.journal import Charge, Journal, Origin, read
 
-CHARGE = {"noise_multiplier": 1.2, "sample_rate": 0.01, "dimension": 10, "accounted": True}
-OTHER = {**CHARGE, "dimension": 20}
+CHARGE = Charge(Release(1.2, 0.01, 10))
+OTHER = Charge(Release(1.2, 0.01, 20))
+OLD = {"noise_multiplier": 1.2, "sample_rate": 0.01, "dimension": 10, "accounted": True}
 
 
-def record(journal: Journal, start: int, charges: list[dict]) -> Journal:
+def record(journal: Journal, start: int, charges: list[Charge]) -> Journal:
     for offset, charge in enumerate(charges):
         journal.record(start + offset, charge)
     return journal
@@ -93,9 +95,9 @@ def test_line_of_a_child_in_the_midst_of_a_segment_does_not_end_it(tmp_path: Pat
 def test_sigkill_loses_nothing(tmp_path: Path) -> None:
     """The note is in the kernel's hands before the release, so a killed process cannot lose it."""
     program = (
-        "import os, signal; from pathlib import Path; from lightning_lap2.callback.journal import Journal\n"
+        "import os, signal; from pathlib import Path; from lightning_lap2.callback.journal import Charge, Journal\n"
         f"j = Journal(Path({str(tmp_path)!r}))\n"
-        f"for i in range(7): j.record(i, {CHARGE!r})\n"
+        f"for i in range(7): j.record(i, Charge.from_dict({CHARGE.to_dict()!r}))\n"
         "print(j.run, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -269,8 +271,13 @@ def test_file_of_another_run_in_its_place_is_refused(tmp_path: Path) -> None:
 def test_journal_of_an_earlier_version(tmp_path: Path) -> None:
     """One file for all runs of a folder, each segment with its run's name; continued by a run with its own file."""
     path = tmp_path / "privacy_journal.txt"
-    lines = [{"run": "a", "start": 0, "charge": CHARGE}, "....", {"run": "b", "start": 0, "charge": OTHER}, "..."]
-    lines += [{"run": "b", "closed": True}, {"run": "a", "start": 4, "charge": OTHER}, ".."]
+    lines = [
+        {"run": "a", "start": 0, "charge": OLD},
+        "....",
+        {"run": "b", "start": 0, "charge": {**OLD, "dimension": 20}},
+        "...",
+    ]
+    lines += [{"run": "b", "closed": True}, {"run": "a", "start": 4, "charge": {**OLD, "dimension": 20}}, ".."]
     path.write_text("".join(f"\n{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines))
     assert search(Origin(path, "a", True), 3, {}, ()).owed == [CHARGE] + [OTHER] * 2
     assert search(Origin(path, "b", True), 1, {}, ()).elsewhere == 2

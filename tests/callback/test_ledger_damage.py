@@ -14,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_lap2 import Lap2Privacy
+from lightning_lap2.accounting import Release
 from lightning_lap2.callback.ledger import Ledger, checksum
+from lightning_lap2.callback.plan import KeptPlan
 
-CHARGES = (
-    {"noise_multiplier": 1.5, "sample_rate": 0.125, "dimension": 8},
-    {"noise_multiplier": 2.5, "sample_rate": 0.25, "dimension": 9},
-)
+RELEASES = (Release(1.5, 0.125, 8), Release(2.5, 0.25, 9))
 OTHERS = st.one_of(
     st.none(),
     st.booleans(),
@@ -36,10 +35,10 @@ def state(tmp: Path) -> dict[str, Any]:
     """Of a ledger with two kinds of charge, a caveat, a plan and a journal."""
     ledger = Ledger(Lap2Privacy(eps=2.0).settings)
     ledger.open_journal(tmp)
-    for charge in CHARGES:
-        ledger.charge(charge)
+    for release in RELEASES:
+        ledger.charge(release)
     ledger.add_caveat("a caveat")
-    ledger.plan = {"eps": 2.0, "sample_rate": 0.125, "dimension": 8, "end": 16, "noise_multiplier": 1.5}
+    ledger.plan = KeptPlan(2.0, RELEASES[0], 16)
     found = ledger.state_dict()
     ledger.close_journal(completed=False)
     return found
@@ -71,7 +70,7 @@ def test_whole_state_loads_after_json(whole: dict[str, Any]) -> None:
     ledger = Ledger(Lap2Privacy(eps=2.0).settings)
     ledger.load_state_dict(json.loads(json.dumps(whole)))
     assert ledger.releases == ledger.accountant.steps == 2
-    assert ledger.plan == whole["plan"] and ledger.caveats == ["a caveat"]
+    assert ledger.plan == KeptPlan(2.0, RELEASES[0], 16) and ledger.caveats == ["a caveat"]
 
 
 @given(data=st.data())

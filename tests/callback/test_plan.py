@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from lightning_lap2.accounting import MajorizedAccountant
-from lightning_lap2.callback.plan import Horizon, horizon, make_plan, summary
+from lightning_lap2.accounting import MajorizedAccountant, Release
+from lightning_lap2.callback.plan import Horizon, KeptPlan, horizon, make_plan
 from lightning_lap2.callback.settings import Settings
 
 DEFAULTS = {
@@ -72,12 +72,13 @@ def test_horizon(changes: dict, steps: float, passes: float, end: float) -> None
     assert ahead(**changes) == Horizon(steps=steps, passes=passes, global_end=end)
 
 
-TERMS = {"sample_rate": 0.05, "dimension": 100}
-FACTS = {"terms": TERMS, "charges": 40, "end": 40}
+RELEASE = Release(math.inf, 0.05, 100)
+FACTS = {"release": RELEASE, "charges": 40, "end": 40}
+GIVEN = {**FACTS, "release": RELEASE.with_multiplier(1.0)}
 
 
 def test_calibrated_plan_spends_the_budget_and_no_more() -> None:
-    plan = make_plan(settings(), MajorizedAccountant(), previous={}, **FACTS)
+    plan = make_plan(settings(), MajorizedAccountant(), previous=None, **FACTS)
     spent = MajorizedAccountant()
     spent.step(noise_multiplier=plan.noise_multiplier, sample_rate=0.05, dimension=100, steps=40)
     assert 0.999 < spent.epsilon(delta=1e-5) <= 1.0
@@ -86,7 +87,7 @@ def test_calibrated_plan_spends_the_budget_and_no_more() -> None:
 
 def test_given_noise_reaches_as_far_as_the_budget() -> None:
     given = settings(noise_multiplier=1.0)
-    plan = make_plan(given, MajorizedAccountant(), previous={}, **{**FACTS, "charges": math.inf})
+    plan = make_plan(given, MajorizedAccountant(), previous=None, **{**GIVEN, "charges": math.inf})
     spent = MajorizedAccountant()
     spent.step(noise_multiplier=1.0, sample_rate=0.05, dimension=100, steps=int(plan.charges))
     assert spent.epsilon(delta=1e-5) <= 1.0
@@ -96,12 +97,12 @@ def test_given_noise_reaches_as_far_as_the_budget() -> None:
 
 def test_run_without_a_last_step_cannot_be_calibrated() -> None:
     with pytest.raises(ValueError, match="noise_multiplier=None .* no last step .*max_steps"):
-        make_plan(settings(), MajorizedAccountant(), previous={}, **{**FACTS, "charges": math.inf})
+        make_plan(settings(), MajorizedAccountant(), previous=None, **{**FACTS, "charges": math.inf})
 
 
 def test_resumed_plan_keeps_its_noise_unless_something_changed() -> None:
-    first = make_plan(settings(), MajorizedAccountant(), previous={}, **FACTS)
-    kept = summary(settings(), TERMS, 40, first.noise_multiplier)
+    first = make_plan(settings(), MajorizedAccountant(), previous=None, **FACTS)
+    kept = KeptPlan(1.0, first.release, 40)
     spent = MajorizedAccountant()
     spent.step(noise_multiplier=first.noise_multiplier, sample_rate=0.05, dimension=100, steps=15)
     again = make_plan(settings(), spent, previous=kept, **{**FACTS, "charges": 25})
@@ -116,11 +117,11 @@ def test_resumed_plan_keeps_its_noise_unless_something_changed() -> None:
 def test_spent_budget_is_exhausted() -> None:
     spent = MajorizedAccountant()
     spent.step(noise_multiplier=1.0, sample_rate=0.5, dimension=100, steps=1000)
-    for given in (None, 1.0):
-        plan = make_plan(settings(noise_multiplier=given), spent, previous={}, **FACTS)
+    for given, facts in ((None, FACTS), (1.0, GIVEN)):
+        plan = make_plan(settings(noise_multiplier=given), spent, previous=None, **facts)
         assert plan.exhausted and plan.charges == 0
 
 
 def test_no_budget_no_limit() -> None:
     free = settings(eps=math.inf, noise_multiplier=1.0)
-    assert make_plan(free, MajorizedAccountant(), previous={}, **FACTS).charges == 40
+    assert make_plan(free, MajorizedAccountant(), previous=None, **GIVEN).charges == 40

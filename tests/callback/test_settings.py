@@ -55,7 +55,7 @@ FREE: dict[str, Any] = {"eps": math.inf, "noise_multiplier": 0.0}
         ({"bound": "published", **ADAPTIVE}, ValueError, "bound='published' is a formula for one vector"),
         ({"bound": "published", "clipping": "per_layer"}, ValueError, "bound='published' is a formula for one vector"),
         ({"bound": "joint", "mechanism": "gaussian", **ADAPTIVE}, ValueError, "bound='joint' is a bound for mechanism"),
-        ({"engine": "hooks"}, ValueError, "engine must be one of 'vmap', 'ghost', 'loop', 'auto', got 'hooks'"),
+        ({"engine": "hooks"}, ValueError, "engine must be one of 'auto', 'ghost', 'vmap', 'loop', got 'hooks'"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
         ({"chunk_size": 2.5}, TypeError, "chunk_size must be an integer, got 2.5"),
         ({"augmentations": 0}, ValueError, "augmentations must be at least 1, got 0"),

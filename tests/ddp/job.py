@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics.classification import BinaryAccuracy
 
+from lightning_lap2.callback import ranks as ranks_module
 from lightning_lap2.callback import releases as releases_module
-from lightning_lap2.callback import window as window_module
 from lightning_lap2.callback.window import release_
 from lightning_lap2.noise import make_noise_source
 from tests.helpers import (
@@ -75,11 +75,11 @@ def same_as_one_process(ranks: Ranks, *, accumulate: int = 1) -> Result:
 
 
 def same_as_one_process_in_buckets(ranks: Ranks) -> Result:
-    before, window_module.BUCKET = window_module.BUCKET, 3
+    before, ranks_module.BUCKET = ranks_module.BUCKET, 3
     try:
         return same_as_one_process(ranks)
     finally:
-        window_module.BUCKET = before
+        ranks_module.BUCKET = before
 
 
 def same_as_one_process_accumulating(ranks: Ranks) -> Result:
@@ -132,8 +132,8 @@ def exact_releases(ranks: Ranks) -> Result:
     own = share + (values - whole if RANK == 0 else 0.0)
     total, before = own.clone(), own.clone()
     source = make_noise_source("aes", torch.device("cpu"), rank=RANK)
-    release_(total, noise=source, scale=1.0, distribution="laplace", normaliser=1, release=0, rank=RANK,
-             world_size=ranks.number)  # fmt: skip
+    release_(total, noise=source, scale=1.0, distribution="laplace", normaliser=1, release=0,
+             ranks=ranks_module.Ranks(RANK, ranks.number))  # fmt: skip
     first, last = (100_003 * rank // ranks.number for rank in (RANK, RANK + 1))
     source.add_(before[first:last], 1.0, release=0)
     for added in (own, before):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,15 @@ from tests.examples.conftest import ROOT
 
 Example = Callable[[str], ModuleType]
 CONFIGS = ROOT / "examples" / "configs"
+
+
+@pytest.fixture(autouse=True)
+def _one_callback_of_the_name() -> None:
+    """jsonargparse looks for short names among the classes that live: a search that another test ran may have left one
+    of this name for the garbage collector."""
+    gc.collect()
+
+
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 

@@ -15,7 +15,6 @@ from scipy import stats
 
 from lightning_lap2.noise import (
     AesNoise,
-    Distribution,
     NoiseSource,
     StagedAesNoise,
     TorchNoise,
@@ -38,7 +37,7 @@ def draw(
     source: NoiseSource,
     size: int,
     scale: float = 1.0,
-    distribution: Distribution = "laplace",
+    distribution: str = "laplace",
     release: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> np.ndarray:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from lightning_lap2.accounting import MajorizedAccountant, NoFiniteNoiseError, calibrate_noise_multiplier
+from lightning_lap2.accounting import MajorizedAccountant, NoFiniteNoiseError, Release, calibrate_noise_multiplier
 from lightning_lap2.accounting.selection import (
     RunCount,
     RunLimit,
@@ -290,6 +290,7 @@ def test_refused(make: Callable[[], RunCount], words: str) -> None:
 
 PLAN = {"sample_rate": 1.0, "steps": 4, "dimension": 100}
 SAMPLED = {"sample_rate": 0.1, "steps": 40, "dimension": 50}
+RELEASES = Release(math.inf, 0.1, 50), 40
 
 
 @pytest.mark.parametrize("runs", [RunCount(5.0), RunCount(5.0, shape=1.0), RunCount(5.0, "poisson"), RunCount(1.0)])
@@ -315,13 +316,13 @@ def test_a_planned_search_meets_its_budget_and_little_less(runs: RunCount, mecha
     ],
 )
 def test_another_plan_is_held_to_the_limit(limit: RunLimit) -> None:
-    multiplier = limit.noise_multiplier(bound="tight", mechanism="laplace", **SAMPLED)
     accountant = MajorizedAccountant()
-    terms = {name: value for name, value in SAMPLED.items() if name != "steps"}
-    assert limit.steps_within(accountant, noise_multiplier=multiplier, **terms) >= SAMPLED["steps"]
+    multiplier = limit.least_multiplier(accountant, *RELEASES)
+    release = RELEASES[0].with_multiplier(multiplier)
+    assert limit.most_steps(accountant, release) >= SAMPLED["steps"]
     accountant.step(noise_multiplier=multiplier, **SAMPLED)
     assert limit.met_by(accountant)
-    left = limit.steps_within(accountant, noise_multiplier=multiplier, **terms)
+    left = limit.most_steps(accountant, release)
     accountant.step(noise_multiplier=multiplier, **{**SAMPLED, "steps": int(left) + 1})
     assert not limit.met_by(accountant)
     less = MajorizedAccountant()
@@ -334,7 +335,7 @@ def test_a_limit_that_nothing_meets() -> None:
     spent.step(noise_multiplier=1.0, **SAMPLED)
     limit = RunLimit(((50.0, 1e-4),), ((4.0, 1e-3),))
     with pytest.raises(NoFiniteNoiseError, match="Renyi divergence of order 4"):
-        limit.noise_multiplier(accountant=spent, bound="tight", mechanism="laplace", **SAMPLED)
+        limit.least_multiplier(spent, *RELEASES)
     with pytest.raises(ValueError, match="published"):
         plan_search(eps=1.0, delta=1e-5, runs=RunCount(5.0), bound="published", **PLAN)
 

@@ -19,6 +19,7 @@ import torch
 
 from lightning_lap2.accounting.selection import RunCount, RunLimit, search_epsilon
 from lightning_lap2.callback.core import Lap2Core
+from lightning_lap2.callback.ranks import Ranks
 from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.selection import BestRun, PrivateSearch
 from lightning_lap2.selection.run import make_callback
@@ -359,7 +360,8 @@ def test_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Lap2Core, "_planned", lambda self, session: None)
     privacy = make_callback(LIGHTNING.lap2, tmp_path, RunLimit(((1.0, 1e-3),)), eps=1.0, delta=1e-3)
     one, two = (
-        SimpleNamespace(trainer=SimpleNamespace(world_size=size), module=classifier(LIGHTNING.pl)) for size in (1, 2)
+        SimpleNamespace(run=SimpleNamespace(fit=SimpleNamespace(ranks=Ranks(0, size), module=classifier(LIGHTNING.pl))))
+        for size in (1, 2)
     )
     privacy._planned(one)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedSettingError, match="in one process, but the Trainer has 2"):

@@ -178,7 +178,7 @@ def _check_trained(
 ) -> None:
     steps = callback.steps
     _equal("releases and steps", len(seen), steps)
-    if not callback._facts:  # Lightning had nothing to train on: no plan was made
+    if callback._account.facts is None:  # Lightning had nothing to train on: no plan was made
         _equal("steps without a plan", steps, 0)
         _check_length(case, callback)
         return

@@ -6,12 +6,14 @@ A release without noise is set aside first; see :meth:`~lightning_lap2.accountin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
+from typing_extensions import assert_never
+
+from lightning_lap2._registry import Registry
 from lightning_lap2.accounting.composition import Composition
-from lightning_lap2.accounting.routes.comparison import Comparison
-from lightning_lap2.accounting.routes.domination import Domination, SummedDomination, Variation
-from lightning_lap2.accounting.routes.falling import Falling
+from lightning_lap2.accounting.family import family_of
+from lightning_lap2.accounting.routes.domination import Variation
 from lightning_lap2.accounting.routes.orders import Orders
 from lightning_lap2.accounting.routes.pure import Pure
 from lightning_lap2.accounting.routes.route import NOTHING, Route, Sides
@@ -19,21 +21,41 @@ from lightning_lap2.accounting.routes.route import NOTHING, Route, Sides
 Maker = Callable[[Composition], Route]
 
 
+ROUTES: Registry[tuple[tuple[str, ...], Maker]] = Registry("route", {}, on_trust=True)
+
+
+def register_route(name: str, make: Maker, *, mechanisms: Collection[str]) -> None:
+    """Asks one route more wherever ``bound="tight"`` is proven for one of ``mechanisms``, in this process.
+
+    Nothing here can check that what it answers is an upper bound: the smallest answer counts, so one that is too small
+    is an epsilon that is too small. The report of every run in this process names it.
+
+    Args:
+        name: for reports.
+        make: from a :class:`~lightning_lap2.accounting.composition.Composition` to a
+            :class:`~lightning_lap2.accounting.routes.route.Route`.
+        mechanisms: that it is valid for.
+
+    Raises:
+        TypeError, ValueError: a name that is taken, or a mechanism that is not known.
+    """
+    ROUTES.add(name, (tuple(family_of(mechanism).name for mechanism in mechanisms), make))
+
+
 def routes_of(composition: Composition) -> tuple[Maker, ...]:
     """The routes that are valid for a mechanism and bound, the quick ones first."""
-    match composition.mechanism, composition.bound:
-        case _, "published":
+    match composition.bound:
+        case "published":
             return (plain_orders,)
-        case _, "joint":
+        case "joint":
             return Orders, Pure
-        case "gaussian", _:
-            return Orders, Variation, Domination
-        case "laplace_l1", _ if all(len(release.blocks) == 1 for release, _ in composition.noisy):
-            return Orders, Pure, Variation, SummedDomination  # the last is exact
-        case "laplace_l1", _:
-            return Orders, Pure, Variation, Falling, Comparison, SummedDomination, Domination
+        case "tight":
+            family = family_of(composition.mechanism)
+            stated = (Orders, Pure) if family.gdp is None else (Orders, Pure, Variation)
+            added = (make for names, make in ROUTES.values() if family.name in names)
+            return (*stated, *family.routes(composition), *added)
         case _:
-            return Orders, Pure, Variation, Falling, Comparison, Domination
+            assert_never(composition.bound)
 
 
 def plain_orders(composition: Composition) -> Orders:

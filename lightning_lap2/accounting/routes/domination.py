@@ -9,7 +9,7 @@ Steps without sampling compose exactly, mu adding in squares.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -68,13 +68,15 @@ def _at(p: Profile, eps: float) -> float:
 
 
 class Variation:
-    """Total variation: epsilon is 0 where the steps' distances add up to no more than delta."""
+    """Total variation: epsilon is 0 where the steps' distances add up to no more than delta.
 
-    def __init__(self, composition: Composition) -> None:
-        counts = [paired(composition, dominating_pair)]
-        if composition.mechanism == "laplace_l1":
-            counts.append(paired(composition, summed_pair))
-        self._distance = min(sum(t * p.total_variation for p, t in c.items()) for c in counts)
+    Args:
+        composition: its noisy releases are accounted for.
+        pair_of: the pair of a release under a mechanism, which dominates it.
+    """
+
+    def __init__(self, composition: Composition, pair_of: Callable[..., Pair] = dominating_pair) -> None:
+        self._distance = sum(t * p.total_variation for p, t in paired(composition, pair_of).items())
 
     def usable(self, delta: float) -> bool:
         """Whether ``delta`` is above the distance."""
@@ -87,3 +89,10 @@ class Variation:
     def delta(self, eps: float, rival: float = 1.0) -> Sides:
         """The distance, whatever ``eps``."""
         return Sides(*[min(1.0, self._distance)] * 2)
+
+
+class SummedVariation(Variation):
+    """For l1 clipping, by the pairs of :class:`SummedDomination`."""
+
+    def __init__(self, composition: Composition) -> None:
+        super().__init__(composition, summed_pair)

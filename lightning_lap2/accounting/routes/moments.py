@@ -27,9 +27,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy.special import gammaln
+from typing_extensions import assert_never
 
-from lightning_lap2.accounting.release import Release, check_pair, make_release, warn_if_unsound
+from lightning_lap2.accounting.family import family_of
+from lightning_lap2.accounting.release import Release, check_pair, warn_if_unsound
 from lightning_lap2.accounting.routes.kernel import log_kernel, majorant_nodes
+from lightning_lap2.choices import Bound
 
 Array = npt.NDArray[np.float64]
 
@@ -58,9 +61,15 @@ ORDER_LEVELS: tuple[tuple[int, ...], ...] = (
 """Integer orders, split so that a query looks only as high as its best order. Order 1 has log-moment 0."""
 
 
-def level_count(bound: str) -> int:
+def level_count(bound: Bound) -> int:
     """Number of :data:`ORDER_LEVELS` that ``bound`` uses."""
-    return 3 if bound == "published" else len(ORDER_LEVELS)
+    match bound:
+        case "published":
+            return 3
+        case "tight" | "joint":
+            return len(ORDER_LEVELS)
+        case _:
+            assert_never(bound)
 
 
 def even_spread_table(orders: Array, blocks: Sequence[tuple[float, float]]) -> Array:
@@ -120,17 +129,20 @@ def single_coordinate_table(orders: Array, blocks: Sequence[tuple[float, float]]
     return even_spread_table(orders, [(1.0, rho) for _, rho in blocks])
 
 
-def integer_table(last: int, release: Release, mechanism: str, bound: str) -> Array:
+def integer_table(last: int, release: Release, mechanism: str, bound: Bound) -> Array:
     """S_j for j = 0..last, shape [last + 1].
 
     j -> S_j is convex (the log of a moment), so interpolating ``"joint"`` beyond order 400 errs upwards.
     """
     orders = np.arange(1.0, last + 1.0)
-    if bound == "joint":
-        knots = orders if last < 400 else np.concatenate([orders[:400], _knots(last)])
-        table = np.interp(orders, knots, majorant_table(knots, release.blocks))
-    else:
-        table = real_table(orders, release, mechanism, bound)
+    match bound:
+        case "joint":
+            knots = orders if last < 400 else np.concatenate([orders[:400], _knots(last)])
+            table = np.interp(orders, knots, majorant_table(knots, release.blocks))
+        case "tight" | "published":
+            table = real_table(orders, release, mechanism, bound)
+        case _:
+            assert_never(bound)
     return np.concatenate([[0.0], table])
 
 
@@ -138,15 +150,15 @@ def _knots(last: int) -> Array:
     return np.asarray(_geometric(401, last, 1.02), dtype=np.float64)
 
 
-def real_table(orders: Array, release: Release, mechanism: str, bound: str) -> Array:
+def real_table(orders: Array, release: Release, mechanism: str, bound: Bound) -> Array:
     """S_k at real orders k >= 1, shape [K]: the log-moments of a release without sampling."""
-    if mechanism == "gaussian":
-        return gaussian_table(orders, release.blocks)
-    if mechanism == "laplace_l1":
-        return single_coordinate_table(orders, release.blocks)
-    if bound == "tight":
-        return even_spread_table(orders, release.blocks)
-    return majorant_table(orders, release.blocks)
+    match bound:
+        case "tight":
+            return family_of(mechanism).moments(orders, release.blocks)
+        case "joint" | "published":
+            return majorant_table(orders, release.blocks)
+        case _:
+            assert_never(bound)
 
 
 def subsampled_log_moments(orders: Sequence[int], table: Array, rate: float) -> Array:
@@ -235,7 +247,7 @@ def _binomial_weights(orders: tuple[int, ...], rate: float) -> Array:
 
 
 @lru_cache(maxsize=4096)
-def level_log_moments(release: Release, mechanism: str, bound: str, level: int) -> Array:
+def level_log_moments(release: Release, mechanism: str, bound: Bound, level: int) -> Array:
     """log M_k of one step at every order of ``ORDER_LEVELS[level]``; read-only, cached.
 
     ``release`` must cost something and carry noise (neither free nor bare).
@@ -245,7 +257,7 @@ def level_log_moments(release: Release, mechanism: str, bound: str, level: int) 
     return values
 
 
-def integer_log_moments(orders: Sequence[int], release: Release, mechanism: str, bound: str) -> Array:
+def integer_log_moments(orders: Sequence[int], release: Release, mechanism: str, bound: Bound) -> Array:
     """log M_k of one step that costs something and carries noise, at increasing integers k >= 1, shape [K]."""
     if release.sample_rate == 1.0:
         return _unsampled(np.asarray(orders, dtype=np.float64), release, mechanism, bound)
@@ -255,12 +267,12 @@ def integer_log_moments(orders: Sequence[int], release: Release, mechanism: str,
     return np.minimum(subsampled_log_moments(orders, table, release.sample_rate), HUGE)
 
 
-def _unsampled(orders: Array, release: Release, mechanism: str, bound: str) -> Array:
+def _unsampled(orders: Array, release: Release, mechanism: str, bound: Bound) -> Array:
     return np.minimum(real_table(orders, release, mechanism, bound) * (1.0 + 16.0 * _ULP), HUGE)
 
 
 def renyi_divergences(
-    counts: Iterable[tuple[Release, int]], mechanism: str, bound: str, orders: Sequence[float]
+    counts: Iterable[tuple[Release, int]], mechanism: str, bound: Bound, orders: Sequence[float]
 ) -> Array:
     """Renyi divergences of a composition, see
     :meth:`~lightning_lap2.accounting.MajorizedAccountant.renyi_divergences`.
@@ -302,7 +314,7 @@ def log_moments(
         orders: integers k >= 1, in any order; real k >= 1 too where ``sample_rate`` is 0 or 1.
         bound: ``"tight"`` (exact supremum over gradients), ``"joint"`` (the paper's majorization set with one
             coin) or ``"published"`` (Theorem III.7 as printed; warns, since it is not a valid bound).
-        mechanism: ``"laplace"``, ``"gaussian"`` or ``"laplace_l1"``.
+        mechanism: ``"laplace"``, ``"gaussian"``, ``"laplace_l1"`` or a registered one.
 
     Returns:
         float64 array, shape [len(orders)]; ``inf`` where a drawn example is released without noise.
@@ -312,20 +324,20 @@ def log_moments(
 
     Source: Lap2 (arXiv 2602.23516) Theorem III.2 for the kernel; docs/guarantee.md for the bounds.
     """
-    mechanism, bound = check_pair(mechanism, bound)
-    release = make_release(noise_multiplier, sample_rate, dimension)
+    mechanism, kind = check_pair(mechanism, bound)
+    release = Release(noise_multiplier, sample_rate, dimension)
     wanted = _check_orders(orders, integer=0.0 < release.sample_rate < 1.0)
-    warn_if_unsound(bound)
+    warn_if_unsound(kind)
     if release.is_free:
         return np.zeros(wanted.size)
     if release.is_bare:
         return np.where(wanted > 1.0, np.inf, 0.0)
     if release.sample_rate == 1.0:
-        values = _unsampled(wanted, release, mechanism, bound)
+        values = _unsampled(wanted, release, mechanism, kind)
     else:
         ordered = sorted({int(k) for k in wanted})
         index = {k: i for i, k in enumerate(ordered)}
-        values = integer_log_moments(ordered, release, mechanism, bound)[[index[int(k)] for k in wanted]]
+        values = integer_log_moments(ordered, release, mechanism, kind)[[index[int(k)] for k in wanted]]
     return np.where(values >= INFINITE, np.inf, values)
 
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from scipy.special import log_ndtr
+from typing_extensions import assert_never
 
 from lightning_lap2.accounting.composition import Composition
+from lightning_lap2.accounting.family import family_of
 from lightning_lap2.accounting.release import Release
 
 MIN_RATE, MIN_PARAMETER = 1e-12, 1e-7
@@ -67,12 +69,10 @@ def merged(counts: Mapping[Pair, int]) -> dict[Pair, int]:
 
 def dominating_pair(release: Release, mechanism: str) -> Pair:
     """The Gaussian pair that dominates a release that is neither free nor bare. Blocks add in squares of mu."""
-    if mechanism == "gaussian":
-        parameters = [rho for _, rho in release.blocks]
-    elif mechanism == "laplace_l1":
-        parameters = [laplace_gdp(rho) for _, rho in release.blocks]
-    else:
-        parameters = [_even_spread_gdp(n, rho) for n, rho in release.blocks]
+    gdp = family_of(mechanism).gdp
+    if gdp is None:
+        raise ValueError(f"mechanism={mechanism!r} states no Gaussian pair (Family.gdp): routes by domination need one")
+    parameters = [gdp(n, rho) for n, rho in release.blocks]
     return Pair(math.hypot(*parameters) * (1.0 + 1e-15), release.sample_rate)
 
 
@@ -87,7 +87,13 @@ def compared_pair(release: Release, mechanism: str) -> Pair:
     Under l1 clipping a single coordinate of each block is the worst, n = 1: 4x - 8 log(1 + x/2) is convex in x and 0
     at 0, hence superadditive (guarantee.md, section 7, has the statement for every convex function).
     """
-    sizes = [(1.0 if mechanism == "laplace_l1" else n, rho) for n, rho in release.blocks]
+    match family_of(mechanism).norm:
+        case "l1":
+            sizes = [(1.0, rho) for _, rho in release.blocks]
+        case "l2":
+            sizes = list(release.blocks)
+        case norm:
+            assert_never(norm)
     parameter = math.hypot(*(comparable_parameter(n, rho) for n, rho in sizes)) * (1.0 + 1e-15)
     return Pair(parameter, release.sample_rate)
 
@@ -121,7 +127,7 @@ def laplace_gdp(shift: float) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _even_spread_gdp(n: float, rho: float) -> float:
+def even_spread_gdp(n: float, rho: float) -> float:
     if math.isinf(n):
         return math.sqrt(math.pi / 2.0) * rho
     root = math.sqrt(n)

@@ -1,10 +1,11 @@
-r"""The pure route: an l2-clipped block has l1 norm at most sqrt(n) rho, so a step is (epsilon_0, 0)-DP."""
+r"""The pure route: where the likelihood ratio is bounded, a step is (epsilon_0, 0)-DP."""
 
 from __future__ import annotations
 
 import math
 
 from lightning_lap2.accounting.composition import Composition
+from lightning_lap2.accounting.family import family_of
 from lightning_lap2.accounting.routes.route import Sides
 
 
@@ -33,12 +34,10 @@ class Pure:
 
 def _largest_loss(composition: Composition) -> float:
     """Pure epsilon of the composition, rounded up."""
-    if composition.mechanism == "gaussian":
-        return math.inf
+    largest_loss = family_of(composition.mechanism).largest_loss
     total = 0.0
     for release, steps in composition.noisy:
-        one = composition.mechanism == "laplace_l1"
-        loss = sum((1.0 if one else math.sqrt(n)) * rho for n, rho in release.blocks)
+        loss = sum(largest_loss(n, rho) for n, rho in release.blocks)
         total += steps * pure_step(release.sample_rate, loss) * (1.0 + 4e-15)
     return total
 

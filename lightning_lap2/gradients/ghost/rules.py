@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_lap2._registry import Registry
 from lightning_lap2.gradients.ghost.graph import ELEMENTWISE, NotCovered, Use, lookup_index
 from lightning_lap2.gradients.ghost.sources import Derived
 from lightning_lap2.gradients.ghost.terms import Convolution, ConvolutionSpec, Dense, Outer, Rows, Term
@@ -277,7 +278,9 @@ class Reshaped(Term):
         self.term.discard(examples)
 
 
-RULES: dict[str, Callable[[Use, Scope, Tensor], Terms]] = {
+Rule = Callable[[Use, Scope, Tensor], Terms]
+
+_OWN: dict[str, Rule] = {
     "AddmmBackward0": matrix_product,
     "MmBackward0": matrix_product,
     "BmmBackward0": batched_product,
@@ -292,3 +295,22 @@ RULES: dict[str, Callable[[Use, Scope, Tensor], Terms]] = {
     "ExpandBackward0": broadcast,
     **dict.fromkeys(ELEMENTWISE, broadcast),
 }
+
+RULES: Registry[Rule] = Registry("ghost rule", _OWN, on_trust=True)
+
+
+def register_ghost_rule(node: str, rule: Rule) -> None:
+    """Lets ``engine="ghost"`` answer for an operation that it would otherwise run spread, in this process.
+
+    A rule that answers with too small a norm lets a gradient through that is longer than C: compare it with plain
+    autograd, example by example (docs/extending.md). The report of every run in this process names it.
+
+    Args:
+        node: the name of the operation's autograd node, such as ``"AddmmBackward0"``.
+        rule: from the use of a parameter, the scope and the gradient of the node's output to the per-example gradients
+            of each operand that is a parameter.
+
+    Raises:
+        TypeError, ValueError: there is a rule for it.
+    """
+    RULES.add(node, rule)

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_lap2.accounting import MajorizedAccountant, calibrate_noise_multiplier
 from lightning_lap2.cli import main
-from lightning_lap2.commands.text import up
+from lightning_lap2.report import rounded_up
 
 SETTING = ["--delta", "1e-5", "--sample-rate", "0.0043", "--steps", "5860", "--dimension", "26010"]
 
@@ -177,7 +177,7 @@ def test_errors_are_one_line_and_status_two(argv: list[str], words: str, capsys:
 
 def test_printed_numbers_are_rounded_up() -> None:
     for value in [1.2345601, 9.9999991, 0.012345649, 123456.7, 1e-7, 8.0]:
-        assert value <= float(up(value)) <= value * (1.0 + 2e-5)
+        assert value <= float(rounded_up(value)) <= value * (1.0 + 2e-5)
 
 
 def run_python(*argv: str) -> subprocess.CompletedProcess[str]:

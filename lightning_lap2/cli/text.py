@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 
@@ -15,15 +16,6 @@ def number(text: Any) -> int | float:
     except ValueError:
         value = float(text.replace(".inf", "inf"))
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
-
-
-def up(value: float) -> str:
-    """Six significant digits, rounded up."""
-    if value == 0.0 or not math.isfinite(value):
-        return f"{value:g}"
-    text = f"{value:.6g}"
-    unit = 10.0 ** (math.floor(math.log10(value)) - 5)
-    return text if float(text) >= value else f"{float(text) + unit:.6g}"
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -39,3 +31,8 @@ def strict(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [strict(v) for v in value]
     return "inf" if isinstance(value, float) and math.isinf(value) else value
+
+
+def tell(text: str) -> None:
+    """A line on stderr: progress, a warning, an error."""
+    print(f"lightning-lap2: {text}", file=sys.stderr, flush=True)

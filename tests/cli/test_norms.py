@@ -11,9 +11,9 @@ import torch
 
 from lightning_lap2.cli import main
 from lightning_lap2.gradients.norms import gradient_norms, suggest_max_grad_norm
-from tests.commands.public_model import Model, PublicData
+from tests.cli.public_model import Model, PublicData
 
-HOME = "tests.commands.public_model"
+HOME = "tests.cli.public_model"
 MODEL = ["--model", f"{HOME}.Model"]
 DATA = ["--data", f"{HOME}.PublicData"]
 PUBLIC = "--data-is-public"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_lap2.commands.base import Result, Subcommand, spellings
-from lightning_lap2.commands.text import markdown, number, up
+from lightning_lap2.choices import NORMS
+from lightning_lap2.cli.options import spellings
+from lightning_lap2.cli.parsing import Result, Subcommand
+from lightning_lap2.cli.text import markdown, number
+from lightning_lap2.report import rounded_up
 
 _PERCENTILES = [10, 25, 50, 75, 90, 95, 99]
 
@@ -17,8 +18,6 @@ _PERCENTILES = [10, 25, 50, 75, 90, 95, 99]
 def _add_arguments(parser: ArgumentParser) -> None:
     import lightning as L
 
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as under `python -m`: the user's own files can be named
     parser.add_argument("--config", action="config", help="YAML with these options; one of a LightningCLI will do")
     parser.add_argument(
         *spellings("data-is-public"),
@@ -36,7 +35,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         "--split", choices=["train", "val", "test"], default="train", help="which dataloader of it (default: train)"
     )
     parser.add_argument("--engine", choices=["vmap", "ghost", "loop"], default="vmap", help="as in the callback")
-    parser.add_argument("--norm", choices=["l2", "l1"], default="l2", help="l1 only for mechanism laplace_l1")
+    parser.add_argument("--norm", choices=NORMS, default="l2", help="l1 only for mechanism laplace_l1")
     parser.add_argument(
         *spellings("max-examples"), type=int | None, default=None, help="stop after so many (default: all)"
     )
@@ -55,30 +54,23 @@ def _add_arguments(parser: ArgumentParser) -> None:
         )
 
 
-def _seed(config: Namespace) -> None:
+def _run(parser: ArgumentParser, config: Namespace) -> Result:
     import lightning as L
-
-    L.seed_everything(config.seed_everything, verbose=False)
-
-
-def _run(config: Namespace) -> Result:
     import torch
 
-    from lightning_lap2.gradients import UnsupportedModelError
     from lightning_lap2.gradients.norms import gradient_norms, suggest_max_grad_norm
 
-    try:
-        norms = gradient_norms(
-            config.model,
-            _dataloader(config),
-            data_is_public=config.data_is_public,
-            engine=config.engine,
-            norm=config.norm,
-            max_examples=config.max_examples,
-            progress=True,
-        )
-    except UnsupportedModelError as error:
-        raise ValueError(str(error)) from error
+    L.seed_everything(config.seed_everything, verbose=False)
+    built = parser.instantiate(config)
+    norms = gradient_norms(
+        built.model,
+        _dataloader(built),
+        data_is_public=config.data_is_public,
+        engine=config.engine,
+        norm=config.norm,
+        max_examples=config.max_examples,
+        progress=True,
+    )
     finite = norms[torch.isfinite(norms)]
     values = suggest_max_grad_norm(norms, config.percentiles)
     result = {
@@ -89,7 +81,7 @@ def _run(config: Namespace) -> Result:
         "mean": float(finite.mean()),
         "max": float(finite.max()),
     }
-    return result, _text(result)
+    return Result(result, _text(result))
 
 
 def _dataloader(config: Namespace) -> Any:
@@ -113,7 +105,7 @@ def _dataloader(config: Namespace) -> Any:
 
 
 def _text(result: dict[str, Any]) -> str:
-    cells = [[f"{entry['percentile']:g}", up(entry["norm"])] for entry in result["percentiles"]]
+    cells = [[f"{entry['percentile']:g}", rounded_up(entry["norm"])] for entry in result["percentiles"]]
     table = markdown(["percentile", f"{result['norm']} norm"], cells)
     line = f"{result['examples']} examples, mean {result['mean']:.4g}, largest {result['max']:.4g}"
     if result["non_finite"]:
@@ -125,7 +117,7 @@ SUBCOMMAND = Subcommand(
     run=_run,
     help="percentiles of per-example gradient norms on PUBLIC data: a choice of max_grad_norm (C).",
     add_arguments=_add_arguments,
-    example="--config public.yaml --data-is-public",
+    examples=("--config public.yaml --data-is-public",),
     details="""
 THE DATA MUST BE PUBLIC. A gradient norm of a private record is private, and so is a percentile of them: a C chosen
 from the private training set voids the guarantee, and no report would show it. --data-is-public says that you know.
@@ -138,5 +130,5 @@ The config names the module and the data as LightningCLI does, for example:
 Norms are taken at the module's initial weights; they change in training. The median (percentile 50) is a common C:
 it cuts half of the gradients at first. Tabulate several with
   lightning-lap2 optimize --max-grad-norms ... (the signal-to-noise ratio is the same for each).""",
-    before_building=_seed,
+    loads_user_code=True,
 )

@@ -1,36 +1,35 @@
-"""What the commands that train share: a training described like one for LightningCLI, errors."""
+"""What the commands that train share: a training described like one for LightningCLI."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_lap2.audit.bench import QUIET, Training
+if TYPE_CHECKING:
+    from lightning_lap2.audit.bench import Training
 
-FAILED = 2
+CONFIG = """
+The config names model, data, privacy and trainer as for LightningCLI; privacy holds the arguments of Lap2Privacy:
+
+  model: {class_path: my_package.MyModule, init_args: {...}}
+  data: {class_path: my_package.MyDataModule}
+  privacy: {eps: 3.0, delta: 1.0e-5}
+  trainer: {max_epochs: 30}
+"""
 
 
-class Parser(ArgumentParser):
-    """Errors are one line on stderr and exit status 2."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise SystemExit(fail(message))
-
-
-def find_local_modules() -> None:
-    """User modules in the current folder are found, as by ``python -m``."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+def add_config(parser: ArgumentParser) -> None:
+    """``--config``."""
+    parser.add_argument("--config", action="config", help="YAML file with any of the arguments below")
 
 
 def add_training(parser: ArgumentParser) -> None:
     """``model``, ``data``, ``privacy`` and ``trainer``."""
     import lightning.pytorch as pl
 
+    from lightning_lap2.audit.bench import QUIET
     from lightning_lap2.lightning import Lap2Privacy
 
     parser.add_subclass_arguments(pl.LightningModule, "model", required=True, help="the LightningModule")
@@ -49,6 +48,7 @@ def add_training(parser: ArgumentParser) -> None:
 
 def make_training(parser: ArgumentParser, config: Namespace) -> Training:
     """The training that ``config`` describes; each call of its ``model`` makes a fresh module."""
+    from lightning_lap2.audit.bench import Training
 
     def model() -> Any:
         return parser.instantiate(Namespace(model=config.model.clone())).model
@@ -70,22 +70,3 @@ def _loader(parser: ArgumentParser, config: Namespace, model: Callable[[], Any])
     source.prepare_data()
     source.setup("fit")
     return source.train_dataloader()
-
-
-def fail(message: str) -> int:
-    """One line on stderr; the exit status."""
-    print(f"lightning-lap2: error: {' '.join(message.split())}", file=sys.stderr)
-    return FAILED
-
-
-def run_command(parser: ArgumentParser, argv: Sequence[str], work: Callable[[Namespace], int]) -> int:
-    """Parses ``argv``, does ``work`` and returns the exit status: that of ``work``, or :data:`FAILED` on an error."""
-    find_local_modules()
-    try:
-        config = parser.parse_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else FAILED
-    try:
-        return work(config)
-    except (TypeError, ValueError, RuntimeError) as error:
-        return fail(str(error))

@@ -10,8 +10,9 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_lap2 import _validate
 from lightning_lap2.accounting import UnsoundBoundWarning
-from lightning_lap2.commands.base import Result, Subcommand, add_option, echo, spellings
-from lightning_lap2.commands.text import markdown, number, up
+from lightning_lap2.cli.options import add_option, echo, spellings
+from lightning_lap2.cli.parsing import Result, Subcommand, plain
+from lightning_lap2.cli.text import markdown, number
 from lightning_lap2.figures.methods import (
     GAUSSIAN,
     LAP2,
@@ -21,6 +22,7 @@ from lightning_lap2.figures.methods import (
     signal_to_noise,
     smallest_multiplier,
 )
+from lightning_lap2.report import rounded_up
 
 COMPARED = (*LAP2, GAUSSIAN, LAPLACE_L1)
 
@@ -49,7 +51,7 @@ def _run(config: Namespace) -> Result:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnsoundBoundWarning)  # the table says it
         rows = [_row(config, eps, method) for eps in config.eps for method in COMPARED]
-    return {"rows": rows, **echo(config)}, _table(rows)
+    return Result({"rows": rows, **echo(config)}, _table(rows))
 
 
 def _row(config: Namespace, eps: float, method: Method) -> dict[str, Any]:
@@ -78,17 +80,17 @@ def _table(rows: list[dict[str, Any]]) -> str:
         head[3:3] = ["scale", "std"]
     cells = []
     for row in rows:
-        line = [f"{row['eps']:g}", row["method"], up(row["noise_multiplier"])]
-        line += [up(row["scale"]), f"{row['std']:.4g}"] if absolute else []
+        line = [f"{row['eps']:g}", row["method"], rounded_up(row["noise_multiplier"])]
+        line += [rounded_up(row["scale"]), f"{row['std']:.4g}"] if absolute else []
         cells.append(line + [f"{row[key]:.4g}" for key in ("std_over_clip", "snr", "total_snr")])
     return markdown(head, cells)
 
 
 SUBCOMMAND = Subcommand(
-    run=_run,
+    run=plain(_run),
     help="noise that Lap2 (three bounds), Gaussian and Laplace with l1 clipping need at equal epsilon.",
     add_arguments=_add_arguments,
-    example="--eps 0.13 0.88 3.42 --delta 1e-5 --sample-rate 0.0043 --steps 5860 --dimension 26010",
+    examples=("--eps 0.13 0.88 3.42 --delta 1e-5 --sample-rate 0.0043 --steps 5860 --dimension 26010",),
     details="""
 One row per epsilon and method:
   noise multiplier     scale / C: b/C for Laplace, sigma/C for Gaussian noise. Rounded up

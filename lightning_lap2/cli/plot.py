@@ -7,8 +7,9 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_lap2.commands.base import Result, Subcommand, add_option, echo, say, spellings
-from lightning_lap2.commands.text import number
+from lightning_lap2.cli.options import add_option, echo, spellings
+from lightning_lap2.cli.parsing import Result, Subcommand, plain
+from lightning_lap2.cli.text import number, tell
 from lightning_lap2.figures import FIGURES, Figure, Setting, build
 from lightning_lap2.figures.draw import FORMATS, draw, require_matplotlib
 from lightning_lap2.figures.export import write_csv
@@ -70,7 +71,7 @@ def _run(config: Namespace) -> Result:
     setting = _setting(config)
     if targets:
         require_matplotlib()  # before the curves, which take a while
-    figures = build(names, setting, say)
+    figures = build(names, setting, tell)
     for figure in figures:
         if figure.name in targets:
             targets[figure.name].parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +80,7 @@ def _run(config: Namespace) -> Result:
     if config.csv is not None:
         write_csv(figures, Path(config.csv))
         files.append(config.csv)
-    return _result(figures, files, config), "\n".join(f"wrote {file}" for file in files)
+    return Result(_result(figures, files, config), "\n".join(f"wrote {file}" for file in files))
 
 
 def _setting(config: Namespace) -> Setting:
@@ -123,10 +124,10 @@ def _result(figures: list[Figure], files: list[str], config: Namespace) -> dict[
 
 
 SUBCOMMAND = Subcommand(
-    run=_run,
+    run=plain(_run),
     help="the paper's figures that need no training, as PNG, SVG, CSV or JSON.",
     add_arguments=_add_arguments,
-    example="--figure clip --out clip.svg --noise-multiplier 1.5 --clip-range 0.1 3",
+    examples=("--figure clip --out clip.svg --noise-multiplier 1.5 --clip-range 0.1 3",),
     details="""
   moments  log M_k of one step against the order k, Lap2 and Gaussian at equal scale
   wall     first privacy wall: the slope |d log scale / d log epsilon| against epsilon

@@ -1,20 +1,13 @@
-"""What every subcommand is made of."""
+"""The options that subcommands share."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_lap2.accounting import BOUNDS, MECHANISMS
-from lightning_lap2.commands.text import number
-
-Result = tuple[Any, str]
-"""What ``--json`` prints, and what is printed without it."""
-Command = Callable[[Namespace], Result]
+from lightning_lap2.cli.text import number
 
 _OPTIONS: dict[str, str] = {
     "eps": "privacy budget epsilon, in nats, in [0, inf]",
@@ -31,33 +24,6 @@ _CHOICES = {
     "bound": (BOUNDS, "tight (default); joint (valid, looser); published (Theorem III.7 as printed, NOT valid)"),
     "mechanism": (MECHANISMS, "laplace (default) and gaussian clip in l2, laplace_l1 in l1"),
 }
-
-
-@dataclass(frozen=True)
-class Subcommand:
-    """One subcommand.
-
-    Attributes:
-        run: from its arguments to its result.
-        help: one sentence.
-        add_arguments: gives the parser its options.
-        example: arguments of an example, shown in the help.
-        details: more of the help.
-        before_building: where the options name classes that are imported and built: what is done before they are
-            built. Such options are only added when the subcommand is the one called, since they need torch and
-            Lightning.
-    """
-
-    run: Command
-    help: str
-    add_arguments: Callable[[ArgumentParser], None]
-    example: str
-    details: str = ""
-    before_building: Callable[[Namespace], None] | None = None
-
-    def description(self, name: str) -> str:
-        parts = [self.help, self.details.strip(), f"Example:\n  lightning-lap2 {name} {self.example}"]
-        return "\n\n".join(part for part in parts if part)
 
 
 def spellings(option: str) -> list[str]:
@@ -93,8 +59,3 @@ def echo(config: Namespace) -> dict[str, Any]:
     """The arguments, for the JSON result."""
     given = {k: v for k, v in config.as_dict().items() if k != "json" and not k.startswith("__")}
     return {"arguments": given}
-
-
-def say(text: str) -> None:
-    """A line of progress on stderr."""
-    print(f"lightning-lap2: {text}", file=sys.stderr, flush=True)

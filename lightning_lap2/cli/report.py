@@ -7,7 +7,8 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_lap2.commands.base import Result, Subcommand, echo
+from lightning_lap2.cli.options import echo
+from lightning_lap2.cli.parsing import Result, Subcommand, plain
 from lightning_lap2.finished import FinishedRun, page, read_run, text
 
 PAGE_NAME = "privacy_report.html"
@@ -33,10 +34,10 @@ def _run(config: Namespace) -> Result:
     shown = text(run) if config.text else page(run)
     target = _target(config, run)
     if target is None:
-        return _data(run, config, None), text(run)
+        return Result(_data(run, config, None), text(run))
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(shown if shown.endswith("\n") else f"{shown}\n", encoding="utf-8")
-    return _data(run, config, target), f"wrote {target}"
+    return Result(_data(run, config, target), f"wrote {target}")
 
 
 def _target(config: Namespace, run: FinishedRun) -> Path | None:
@@ -57,10 +58,10 @@ def _data(run: FinishedRun, config: Namespace, target: Path | None) -> dict[str,
 
 
 SUBCOMMAND = Subcommand(
-    run=_run,
+    run=plain(_run),
     help="the privacy report of a finished run, as one HTML page or as text.",
     add_arguments=_add_arguments,
-    example="lightning_logs/version_0",
+    examples=("lightning_logs/version_0",),
     details="""
 Reads privacy_report.json, and the curves of privacy/epsilon and (where C adapts) privacy/max_grad_norm from the
 TensorBoard event files or the metrics.csv beside it. The page needs nothing but itself: no script, no network.""",

@@ -32,10 +32,10 @@ class WithValidation(Classes):
 
 CONFIG = """
 model:
-  class_path: tests.commands.test_search.Scored
+  class_path: tests.cli.test_search.Scored
   init_args: {lr: 0.1}
 data:
-  class_path: tests.commands.test_search.WithValidation
+  class_path: tests.cli.test_search.WithValidation
   init_args: {records: 64, batch_size: 32}
 trainer: {max_steps: 2, accelerator: cpu}
 search:

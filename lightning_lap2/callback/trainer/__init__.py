@@ -1,0 +1,1 @@
+"""The one room that touches Lightning: what is shadowed in a Trainer and its module, and read of private names."""
