@@ -10,15 +10,19 @@ something else, under another version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 import torch._functorch.autograd_function
 import torch._functorch.eager_transforms
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack, has_torch_function
 
 from lightning_lap2.gradients.replacing import Replacements
 
@@ -69,6 +73,30 @@ def whole(physical: Tensor) -> Tensor:
     return batched
 
 
+@cache
+def _load_rules() -> None:
+    """Torch registers some of its batching rules when ``vmap`` is called for the first time."""
+    torch.func.vmap(torch.clone)(torch.zeros(1))
+
+
+def for_all(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], count: int) -> list[Tensor]:
+    """What ``torch.func.vmap(function, randomness="different")(*inputs)`` gives, without its search through containers:
+    ``[count, ...]`` for each tensor that ``function`` returns.
+
+    Raises:
+        ValueError: there are no inputs.
+    """
+    if not inputs:
+        raise ValueError("there is no tensor in an example's batch")
+    _load_rules()
+    level = _C._vmap_increment_nesting(count, "different")
+    try:
+        outputs = function(*[_C._add_batch_dim(tensor, 0, level) for tensor in inputs])
+        return [_C._remove_batch_dim(tensor, level, count, 0) for tensor in outputs]
+    finally:
+        _C._vmap_decrement_nesting()
+
+
 leave_vmap: Callable[[], Any] = _C.pop_dynamic_layer_stack
 """Leaves the innermost ``vmap``: torch is then called for physical tensors."""
 
@@ -91,6 +119,31 @@ count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 unseen_by_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
 """Operations are seen by no dispatch mode while the returned object lives."""
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def torchs_own(function: Any) -> bool:
+    """Whether a function comes with torch, and is not one that the user has put in its place."""
+    if getattr(function, "__module__", "").startswith("lightning_lap2."):
+        function = getattr(function, "__wrapped__", function)  # what stands in for it is ours
+    if isinstance(function, BuiltinFunctionType):
+        return (function.__module__ or "").partition(".")[0] == "torch"
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(_TORCH)
+
+
+def seen_by_users(operands: Sequence[Any]) -> bool:
+    """Whether an operation on these, outside ``vmap``, would be shown to code of the user's: a function mode that is
+    active, or a class of tensors."""
+    if not has_torch_function(operands):
+        return False
+    modes = [type(mode) for mode in _get_current_function_mode_stack()]
+    return any(mode.__module__.partition(".")[0] != "torch" for mode in modes) or any(
+        hasattr(type(value), "__torch_function__") and type(value) not in (Tensor, nn.Parameter, nn.Buffer)
+        for value in operands
+    )
 
 
 recurrent_functions: Any = torch._VF

@@ -28,7 +28,7 @@ import copy
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -328,13 +328,17 @@ class Recorder:
         return self.trace
 
     @contextmanager
-    def shadowing(self) -> Iterator[None]:
-        """Records instead of logging, inside; afterwards every attribute is as it was."""
+    def shadowing(self, layers: Iterable[nn.Module] | None = None) -> Iterator[None]:
+        """Records instead of logging, inside; afterwards every attribute is as it was.
+
+        Args:
+            layers: all of the module, where they are known.
+        """
         undo: list[tuple[nn.Module, str, Any]] = []
         # what stands in stays the same object from step to step: to the state's guard nothing has changed then
         self._made = {
             id(owner): self._made.get(id(owner)) or (owner, self._stand_ins(owner))
-            for owner in layers_of(self.module)
+            for owner in (layers_of(self.module) if layers is None else layers)
             if _logs(owner)
         }
         try:
@@ -393,12 +397,17 @@ def _logs(owner: nn.Module) -> bool:
     """Whether calls of a module are recorded."""
     if isinstance(owner, Metric | MetricCollection):
         return True
-    if type(owner).__getattr__ is nn.Module.__getattr__ and not hasattr(type(owner), "log"):
+    if _keeps_attributes(type(owner)) and not (
         # the same as below, where asking takes a tenth of the time
-        held = (owner.__dict__, owner._modules, owner._parameters, owner._buffers)
-        if not any("log" in names for names in held):
-            return False
+        "log" in owner.__dict__ or "log" in owner._modules or "log" in owner._parameters or "log" in owner._buffers
+    ):
+        return False
     return callable(getattr(owner, "log", None)) and callable(getattr(owner, "log_dict", None))
+
+
+def _keeps_attributes(kind: Any) -> bool:
+    """Whether a class of modules has no ``log``, and finds attributes as ``nn.Module`` does."""
+    return kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, "log")
 
 
 def _copied(metric: nn.Module) -> nn.Module | None:

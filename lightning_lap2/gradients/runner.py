@@ -22,7 +22,7 @@ from lightning_lap2.gradients.replay import Replay
 from lightning_lap2.gradients.reseeding import reseeding_refused
 from lightning_lap2.gradients.state import StateGuard, StateMemory
 from lightning_lap2.gradients.stepcall import StepCall
-from lightning_lap2.gradients.tracing import batch_dimension_kept, batch_statistics_refused, refuse_layers
+from lightning_lap2.gradients.tracing import batch_dimension_kept, batch_statistics_refused, layers_of, refuse_layers
 from lightning_lap2.gradients.values import Reading
 from lightning_lap2.gradients.withheld import Withheld
 
@@ -59,6 +59,7 @@ class UserStep:
     Attributes:
         places: numbers in the draw of the examples that this step is for.
         module: the user's module.
+        layers: all of it, as the batch found them.
         call: what the fit asks for.
         trace: of the latest run.
         may_repeat: whether an engine may have to run the user's code twice on the same examples, for which it then
@@ -68,10 +69,10 @@ class UserStep:
     may_repeat = True
 
     def __init__(
-        self, module: nn.Module, call: StepCall, places: Sequence[int], recorder: Recorder, guard: StateGuard,
-        forward: _Forward, entropy: Entropy, device: torch.device,
+        self, module: nn.Module, layers: Sequence[nn.Module], call: StepCall, places: Sequence[int],
+        recorder: Recorder, guard: StateGuard, forward: _Forward, entropy: Entropy, device: torch.device,
     ) -> None:  # fmt: skip
-        self.module, self.call, self.places = module, call, places
+        self.module, self.layers, self.call, self.places = module, layers, call, places
         self._recorder, self._guard, self._forward = recorder, guard, forward
         self._entropy, self._device = entropy, device
         self._reading = Reading()
@@ -203,7 +204,8 @@ class StepRunner:
             UnsupportedModelError: no engine takes some group; by the last of them, naming the layer, line or setting
                 and what to use instead.
         """
-        refuse_layers(self.module, vmapped=False)
+        layers = layers_of(self.module)
+        refuse_layers(self.module, layers, vmapped=False)
         batch = call.examples
         if layout is not self._layout:
             # what an engine can do depends on what trains
@@ -212,12 +214,12 @@ class StepRunner:
             self.memory = StateMemory(self.module)
         entropy = Entropy(call.key)
         traced: list[tuple[Sequence[int], Traced]] = []
-        with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
+        with self._recorder.shadowing(layers), batch_statistics_refused(), torch.enable_grad():
             guard = StateGuard(self.memory)
             try:
                 for group, places in zip(batch.groups, batch.order, strict=True):
                     step = UserStep(
-                        self.module, call, places, self._recorder, guard, self._forward, entropy, layout.device
+                        self.module, layers, call, places, self._recorder, guard, self._forward, entropy, layout.device
                     )
                     with batch_dimension_kept(group.rows_each):
                         traced += self._group(group, step, layout, clipper, total if call.count else None)

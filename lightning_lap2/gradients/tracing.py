@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from types import FrameType
@@ -40,15 +40,15 @@ def is_traced(value: Any) -> bool:
 # --- refused by name -------------------------------------------------------------------------------------------------
 
 
-def refuse_layers(module: nn.Module, *, vmapped: bool) -> list[nn.Module]:
+def refuse_layers(module: nn.Module, layers: Iterable[nn.Module], *, vmapped: bool) -> None:
     """Raises for layers that mix examples, that write what no noise protects, or that ``vmap`` cannot run.
 
-    Returns all layers, as :func:`layers_of`.
+    Args:
+        layers: all of ``module``, see :func:`layers_of`.
 
     Raises:
         UnsupportedModelError: naming the layer and what to use instead.
     """
-    layers = layers_of(module)
     for layer in layers:
         if not isinstance(layer, _REFUSABLE):
             continue
@@ -56,7 +56,6 @@ def refuse_layers(module: nn.Module, *, vmapped: bool) -> list[nn.Module]:
         if reason is not None:
             name = next(name for name, found in module.named_modules() if found is layer)
             raise UnsupportedModelError(f"{type(layer).__name__} {name!r} {reason}")
-    return layers
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
@@ -124,6 +123,7 @@ def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tenso
             )
         return original(*args, **kwargs)
 
+    norm.__wrapped__ = original  # type: ignore[attr-defined]
     return norm
 
 
@@ -169,26 +169,31 @@ _FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 
 
 @contextmanager
-def traceable(module: nn.Module) -> Iterator[None]:
-    """Inside, code that fails under ``vmap`` without need runs; afterwards nothing is left patched."""
-    with ExitStack() as undo:
-        undo.enter_context(quiet_fallback())
-        undo.enter_context(_libraries(len(sys.modules)).active())
-        for layer in layers_of(module):
-            if isinstance(layer, nn.RNNBase):
-                # its forward collects the parameters it finds, which may be traced ones
-                undo.callback(vars(layer).update, {name: vars(layer)[name] for name in _FLAT_WEIGHTS})
-        yield
+def traceable(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, code that fails under ``vmap`` without need runs; afterwards nothing is left patched.
+
+    Args:
+        layers: all of the user's module.
+    """
+    recurrent = [vars(layer) for layer in layers if isinstance(layer, nn.RNNBase)]
+    # their forward collects the parameters it finds, which may be traced ones
+    flat = [(attributes, {name: attributes[name] for name in _FLAT_WEIGHTS}) for attributes in recurrent]
+    with quiet_fallback(), _libraries(len(sys.modules)).active():
+        try:
+            yield
+        finally:
+            for attributes, before in flat:
+                attributes.update(before)
 
 
 @contextmanager
-def way_through(module: nn.Module, device: torch.device) -> Iterator[None]:
+def way_through(layers: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """:func:`traceable` for ``vmap(grad(...))``."""
-    with traceable(module), ExitStack() as undo:
+    with traceable(layers), ExitStack() as undo:
         if device.type == "cpu":
             # the CPU's fused attention has no batching rule: it would run one example at a time
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
-        for layer in layers_of(module):
+        for layer in layers:
             if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
                 handle = layer.register_forward_pre_hook(_batched_state, with_kwargs=True)
                 undo.callback(handle.remove)

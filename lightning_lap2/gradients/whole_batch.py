@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -57,7 +57,7 @@ that the step enters, which work below it."""
 
 
 @contextmanager
-def seen_by_backward_refused(layers: list[nn.Module]) -> Iterator[None]:
+def seen_by_backward_refused(layers: Iterable[nn.Module]) -> Iterator[None]:
     """For an engine that runs one backward pass for all examples: what looks into it.
 
     Raises:

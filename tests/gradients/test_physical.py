@@ -21,8 +21,12 @@ NAMES = {
     "torch._C._functorch": [
         "is_functorch_wrapped_tensor", "get_unwrapped", "is_batchedtensor", "maybe_get_level", "maybe_current_level",
         "maybe_get_bdim", "_add_batch_dim", "pop_dynamic_layer_stack", "push_dynamic_layer_stack",
-        "_set_vmap_fallback_warning_enabled", "_set_vmap_fallback_enabled",
+        "_set_vmap_fallback_warning_enabled", "_set_vmap_fallback_enabled", "_vmap_increment_nesting",
+        "_vmap_decrement_nesting", "_remove_batch_dim",
     ],
+    "torch._C": ["_len_torch_dispatch_stack", "_DisableTorchDispatch"],
+    "torch.overrides": ["_get_current_function_mode_stack"],
+    "torch.Tensor": ["_base", "_version"],
     "torch._VF": [
         "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
     ],
@@ -38,7 +42,7 @@ def test_torch_has(home: str, name: str) -> None:
     if home == "torch._C._functorch":
         owner: Any = torch._C._functorch  # no module that can be imported by name
     else:
-        owner = torch._VF if home == "torch._VF" else importlib.import_module(home)
+        owner = {"torch._VF": torch._VF, "torch.Tensor": Tensor}.get(home) or importlib.import_module(home)
     assert hasattr(owner, name), f"torch {torch.__version__} has no {home}.{name}"
 
 

@@ -309,7 +309,10 @@ class ConvolutionSpec:
             if work > 100_000:
                 return self._by_correlation(x, grad).unflatten(0, (count, views)).sum(dim=1)
         # examples side by side as channels, their views as the rows that are summed over
-        x, grad = (t.unflatten(0, (count, views)).transpose(0, 1).flatten(1, 2) for t in (x, grad))
+        if views == 1:
+            x, grad = (t.reshape(1, -1, *t.shape[2:]) for t in (x, grad))
+        else:
+            x, grad = (t.unflatten(0, (count, views)).transpose(0, 1).flatten(1, 2) for t in (x, grad))
         return self.weight_gradient(x, grad, fold=count)
 
     def _by_correlation(self, x: Tensor, grad: Tensor) -> Tensor:

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
-from lightning_lap2.gradients.ghost.calls import _REPLACED, physical_calls
+from lightning_lap2.gradients.ghost.calls import _RECURRENT, _REPLACED, physical_calls
 from lightning_lap2.gradients.physical import quiet_fallback
 
 B = 3
+LAYERS = [nn.RNNCell(1, 1)]
+"""Of some module with a recurrent layer in it."""
 
 
 def check(
@@ -25,7 +27,7 @@ def check(
     of everything that floats. The examples' dimension of ``batched`` lies at ``dims``."""
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (*batched, *shared)]
     own, common = leaves[: len(batched)], leaves[len(batched) :]
-    with physical_calls(), quiet_fallback():
+    with physical_calls(LAYERS), quiet_fallback():
         found = vmap(lambda *xs: function(*xs, *common), in_dims=dims, randomness="different")(
             *(x.movedim(0, dims) for x in own)
         )
@@ -62,11 +64,13 @@ def _double() -> Iterator[None]:
 
 
 def test_nothing_is_left_replaced() -> None:
-    before = [(owner, name, getattr(owner, name)) for owner, names in _REPLACED.items() for name in names]
+    before = [
+        (owner, name, getattr(owner, name)) for owner, names in (_REPLACED | _RECURRENT).items() for name in names
+    ]
     own = [(owner, name, name in vars(owner)) for owner, name, _ in before]
-    with physical_calls():
+    with physical_calls(LAYERS):
         assert all(getattr(owner, name) is not function for owner, name, function in before)
-    with pytest.raises(ZeroDivisionError), physical_calls():
+    with pytest.raises(ZeroDivisionError), physical_calls(LAYERS):
         1 / 0  # noqa: B018
     assert all(getattr(owner, name) is function for owner, name, function in before)
     assert own == [(owner, name, name in vars(owner)) for owner, name, _ in before]
@@ -272,7 +276,7 @@ def test_attention_where_a_row_is_masked_out() -> None:
 def test_dropout_of_attention_differs_between_examples() -> None:
     q = torch.ones(1, 1, H, L, E).expand(64, -1, -1, -1, -1)
     v = torch.ones(64, 1, H, L, 1)
-    with physical_calls():
+    with physical_calls(LAYERS):
         y = vmap(lambda q, v: F.scaled_dot_product_attention(q, q, v, dropout_p=0.5), randomness="different")(q, v)
     rows = y.flatten(1)
     assert len(rows.unique(dim=0)) == 64
