@@ -5,6 +5,8 @@
 #   make check   ruff and mypy
 #   make docs    the site, into docs/_build/html; warnings are errors, links are checked, the tutorial is executed
 #   make dist    wheel and sdist into dist/, checked, installed and tried in an empty environment
+#   make matrix  the suite at the ends of the ranges that pyproject.toml states, in environments of up to 6 GB each in the
+#                system's temporary folder, over an hour; docs/versions.md is written from it
 #   make bench   step time and memory against plain Lightning and other libraries
 #
 # The torch that is installed first; any version that pyproject.toml allows will do: make TORCH=torch test
@@ -14,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check docs dist bench models clean
+.PHONY: demo test matrix check docs dist bench models clean
 
 $(VENV)/.runtime: pyproject.toml
 	@echo "setting up $(VENV) (a few minutes the first time)"
@@ -36,6 +38,9 @@ demo: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+matrix: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.matrix --write docs/versions.md
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

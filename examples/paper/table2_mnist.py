@@ -19,10 +19,9 @@ from typing import Any, Literal
 import _path  # noqa: F401
 import lightning as L
 from fashion_mnist import IdxData, TutorialCNN
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from recipes import Recipe, RecipeName, recipe
 from recording import Results, parser, versions
-from training import clipping_norm, quiet
+from training import averaged, clipping_norm, quiet
 
 from lightning_lap2 import Lap2Privacy
 
@@ -37,14 +36,11 @@ def run(data: IdxData, key: dict[str, Any], chosen: Recipe, *, engine: str, prog
     dimension = sum(p.numel() for p in model.parameters())
     norm = clipping_norm(key["mechanism"], chosen.max_grad_norm, dimension)
     privacy = Lap2Privacy(key["eps"], key["delta"], norm, mechanism=key["mechanism"], engine=engine)
-    callbacks: list[Callback] = [privacy]
-    if chosen.averaging:
-        callbacks.append(EMAWeightAveraging(decay=chosen.averaging))
     trainer = L.Trainer(
         max_steps=chosen.steps,
         max_epochs=-1,
         accelerator="cpu",
-        callbacks=callbacks,
+        callbacks=[privacy, *averaged(chosen.averaging)],
         limit_val_batches=0,
         num_sanity_val_steps=0,
         logger=False,

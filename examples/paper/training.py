@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import lightning as L
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from recording import Results, parser, versions
 from torch.utils.data import DataLoader
 
@@ -113,6 +112,19 @@ def privacy_for(args: Namespace, mechanism: str, eps: float, dimension: int) -> 
     return Lap2Privacy(eps, args.delta, norm, mechanism=mechanism, engine=engine)
 
 
+def averaged(decay: float) -> list[L.Callback]:
+    """What averages the weights while they are trained; nothing for a decay of 0.
+
+    Raises:
+        ValueError: Lightning is too old to average weights.
+    """
+    if not decay:
+        return []
+    if not hasattr(L.pytorch.callbacks, "EMAWeightAveraging"):
+        raise ValueError(f"averaging={decay} needs Lightning 2.6, but this is {L.__version__}; use averaging=0")
+    return [L.pytorch.callbacks.EMAWeightAveraging(decay=decay)]
+
+
 def fit(
     model: L.LightningModule,
     train: DataLoader[Any],
@@ -127,12 +139,11 @@ def fit(
     """Trains for the planned steps; the columns that say what was spent. ``options`` are the Trainer's."""
     dimension = sum(p.numel() for p in model.parameters() if p.requires_grad)
     privacy = privacy_for(args, mechanism, eps, dimension)
-    averaging = [EMAWeightAveraging(decay=args.averaging)] if args.averaging else []
     trainer = L.Trainer(
         max_steps=planned(args),
         max_epochs=-1,
         accumulate_grad_batches=args.batch_size // (args.physical_batch or args.batch_size),
-        callbacks=[*([privacy] if privacy else []), *averaging, *callbacks],
+        callbacks=[*([privacy] if privacy else []), *averaged(args.averaging), *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=args.progress,

@@ -9,11 +9,15 @@ training draws from seeds of the operating system; ``seed_everything`` fixes wei
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
+import itertools
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,11 +52,16 @@ class Entropy:
 
 @contextmanager
 def private_generators(
-    entropy: Entropy, device: torch.device | None = None, *, again: bool | bytes = False
+    entropy: Entropy,
+    device: torch.device | None = None,
+    *,
+    own: OwnGenerators | None = None,
+    again: bool | bytes = False,
 ) -> Iterator[None]:
     """Python's, numpy's and torch's global generators (and the device's) seeded anew inside, afterwards as they were.
 
     Args:
+        own: seeded as well, and left so.
         again: as they were seeded the last time, or from these bytes.
     """
     python, numbers, cpu = random.getstate(), _NumPy.now(), torch.default_generator.get_state()
@@ -60,8 +69,11 @@ def private_generators(
     if device is not None and device.type == "cuda":
         accelerator = torch.cuda.get_rng_state(device)
     try:
-        seed_generators(entropy.take(again=again), device)
+        secret = entropy.take(again=again)
+        seed_generators(secret, device)
         seeded = _numpy_memory()
+        if own is not None:
+            own.seed(secret)
         yield
     finally:
         random.setstate(python)
@@ -138,3 +150,151 @@ def seed_generators(secret: bytes, device: torch.device | None = None) -> None:
     if device is not None and device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].manual_seed(int.from_bytes(secret[:8], "little") >> 1)
+
+
+class OwnGenerators:
+    """Generators of random numbers that users' objects keep for themselves: ``np.random.default_rng(0)`` on a data set
+    or in a transform, a ``torch.Generator`` on a module or its class, a global ``random.Random`` that their code names.
+
+    A seed that is known, or numbers that go on from one record to the next, would let one more record shift all the
+    others' numbers, as with the global generators. So they are seeded with these.
+
+    Args:
+        roots: where to look: attributes, classes, what is in lists and dicts, and the globals, closures and defaults of
+            functions. What is made anew inside a call (``default_rng(index)``) is left alone.
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        self._roots = roots
+        self._slots: list[tuple[dict[Any, Any], Any]] = []
+        self._found: list[Any] = []
+        self._held: list[int] | None = None
+
+    def seed(self, secret: bytes) -> None:
+        """Seeds each as a function of ``secret`` and of its number."""
+        if (held := self._holding()) != self._held:
+            self._held = held
+            self._slots, self._found = _generators(self._roots)
+        places = [space[key] for space, key in self._slots if key in space]
+        for number, generator in enumerate(itertools.chain(places, self._found)):
+            if isinstance(generator, _KINDS):
+                digest = hashlib.blake2b(secret + number.to_bytes(4, "little"), digest_size=16).digest()
+                _seed(generator, digest)
+
+    def _holding(self) -> list[int]:
+        """Which objects the roots hold: whether to look again."""
+        return [
+            id(value)
+            for root in self._roots
+            for value in getattr(root, "__dict__", {}).values()
+            if not isinstance(value, (*_LEAVES, FunctionType, MethodType))
+        ]
+
+
+_LOOKED_AT = 20_000
+_ENTRIES = 1_000
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GLOBAL = (torch.default_generator, np.random.mtrand._rand, random._inst)
+
+
+def _seed(generator: Any, seed: bytes) -> None:
+    number = int.from_bytes(seed, "little")
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(number >> 65)
+    elif isinstance(generator, np.random.Generator):
+        bits: Any = generator.bit_generator
+        bits.state = type(bits)(number).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(np.frombuffer(seed, np.uint32))
+    else:
+        generator.seed(number)
+
+
+def _generators(roots: Iterable[Any]) -> tuple[list[tuple[dict[Any, Any], Any]], list[Any]]:
+    """Where in dicts (and attributes) there is a generator, and generators that are held elsewhere.
+
+    Breadth first, the first :data:`_LOOKED_AT` objects; of long lists and dicts the first :data:`_ENTRIES`.
+    """
+    slots: list[tuple[dict[Any, Any], Any]] = []
+    found: list[Any] = []
+    queue: deque[Any] = deque(roots)
+    seen: set[int] = set()
+    while queue and len(seen) < _LOOKED_AT:
+        value = queue.popleft()
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        space = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+        if isinstance(value, _KINDS):
+            if not any(value is known for known in _GLOBAL):
+                found.append(value)
+        elif isinstance(space, dict) and not _is_of_the_fit(value):
+            for key, held in itertools.islice(space.items(), _ENTRIES):
+                if isinstance(held, _KINDS) and id(held) not in seen:
+                    seen.add(id(held))
+                    slots.append((space, key))
+        if not isinstance(value, _KINDS) and not _is_of_the_fit(value):
+            queue.extend(_inside(value))
+    return slots, found
+
+
+_LEAVES = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, ModuleType)
+_LIBRARIES = frozenset({"builtins", "torch", "lightning", "pytorch_lightning", "numpy", "collections", "functools"})
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from itertools.islice(value.values(), _ENTRIES)
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from itertools.islice(value, _ENTRIES)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from _named(value)
+    elif isinstance(value, property | staticmethod | classmethod):
+        yield from (getattr(value, "fget", None), getattr(value, "__func__", None))
+    elif isinstance(value, type):
+        for base in value.__mro__:
+            if base.__module__.partition(".")[0] not in _LIBRARIES:
+                yield from vars(base).values()
+    else:
+        yield from vars(value).values() if hasattr(value, "__dict__") else ()
+        yield from _in_slots(value)
+        yield type(value)
+
+
+def _in_slots(value: Any) -> Iterator[Any]:
+    for base in type(value).__mro__:
+        names = base.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                yield getattr(value, name, None)
+
+
+def _named(function: FunctionType) -> Iterator[Any]:
+    """What a function's code reaches without being handed it."""
+    if function.__module__.partition(".")[0] in _LIBRARIES:
+        return
+    names: set[str] = set()
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [c for c in code.co_consts if isinstance(c, CodeType)]
+    spaces = [function.__globals__, *(vars(m) for m in map(function.__globals__.get, names) if _is_users(m))]
+    yield from (space[name] for space in spaces for name in names if name in space)
+    yield from (function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None))
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
+
+
+def _is_of_the_fit(value: Any) -> bool:
+    """The Trainer and what belongs to it: reached from every module, and no generator of a record's."""
+    return any(base.__name__ in ("Trainer", "Callback", "Fabric") for base in type(value).__mro__)
+
+
+def _is_users(value: Any) -> bool:
+    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _LIBRARIES

@@ -22,6 +22,7 @@ from lightning_lap2.sampling import (
     peek,
     provably_once,
 )
+from lightning_lap2.sampling.reach import DataReach
 from lightning_lap2.sampling.repeats import index_digest, refuse_repeating_stream
 from lightning_lap2.sampling.units import UnitOf, unit_name
 
@@ -178,6 +179,14 @@ class TrainingData:
         """A few examples, see :func:`lightning_lap2.sampling.peek`."""
         units = self.sampler if isinstance(self.sampler, UnitBatchSampler) else None
         return peek(self.source, count, self.views, skip_errors=self._skip_errors, units=units)
+
+    def holders(self) -> list[tuple[str, Any]]:
+        """The objects that records come from, by the names that users know them by."""
+        return [(name, getattr(self.source, name, None)) for name in ("dataset", "collate_fn")]
+
+    def reach(self) -> DataReach:
+        """The ways to the records from outside the loader."""
+        return DataReach(getattr(self.source, "dataset", None))
 
     def leave_out(self, absent: frozenset[int]) -> None:
         """From the next iteration on, no batch holds these indices, see ``WindowedBatchSampler.absent``.

@@ -18,6 +18,7 @@ from lightning_lap2.batches import ExampleBatch, flatten
 from lightning_lap2.batches.containers import map_tensors
 from lightning_lap2.callback.trainer.batches import transferred
 from lightning_lap2.errors import UnsupportedSettingError
+from lightning_lap2.gradients.marks import mark_outside
 
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LOOKING_ON = ("on_train_batch_start", "on_train_batch_end")
@@ -52,6 +53,7 @@ class Delivery:
         shown = self.wrapped(self.examples.joined())
         if self._onlookers():
             shown = map_tensors(Tensor.clone, shown)
+            mark_outside(flatten(shown).tensors)
         self._shown, self._before = shown, [(t, t._version) for t in flatten(shown).tensors]
         return shown
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_lap2.callback.datastate import DataState
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.patches import Patches
 from lightning_lap2.errors import UnsupportedSettingError
@@ -47,6 +48,8 @@ class HookWatch:
 
     Args:
         memory: what is known of the module's state.
+        data: where records come from now, see :class:`~lightning_lap2.callback.datastate.DataState`.
+        fetches: calls a function, while it is entered, before each fetch from the data outside the loader.
         public: names of attributes and settings that the user vouches for.
         warn: says something once to the user.
     """
@@ -59,11 +62,14 @@ class HookWatch:
         memory: StateMemory,
         ledger: Ledger,
         *,
+        data: Callable[[], Sequence[tuple[str, Any]]],
+        fetches: Callable[[Callable[[Any, str], None]], AbstractContextManager[None]],
         public: Sequence[str],
         warn: Callable[[str], None],
     ) -> None:
         self._trainer, self._module, self._pl = trainer, module, pl
         self._memory, self._ledger, self._public, self._warn = memory, ledger, frozenset(public), warn
+        self._data, self._fetches = data, fetches
         self._read: set[int] = set()  # owners that have read a number of a record's
         self._running: _Running | None = None
 
@@ -98,9 +104,9 @@ class HookWatch:
             )
         provenance, on_read = self._memory.provenance, lambda: self._read.add(id(owner))
         following = Following(provenance, on_read)
-        self._running = _Running(owner, name, following, _Seen(self._memory, self._trainer))
+        self._running = _Running(owner, name, following, _Seen(self._memory, self._trainer, self._data()))
         try:
-            with following, Reading(provenance, on_read):
+            with following, Reading(provenance, on_read), self._fetches(lambda *_: on_read()):
                 yield
             self._settle(self._running)
         finally:
@@ -118,7 +124,7 @@ class HookWatch:
             self._settle(running)
             yield
         running.following.written.clear()
-        running.seen = _Seen(self._memory, self._trainer)
+        running.seen = _Seen(self._memory, self._trainer, self._data())
 
     def released(self, gradients: Iterable[Tensor]) -> None:
         """These were noised: a hook may compute from them what it likes."""
@@ -145,6 +151,7 @@ class HookWatch:
                 if changed and has_read and self._is_read(node.name(key)):
                     self._tell(running, node.name(key), "a step reads it")
         self._judge_gradients(running, has_read=has_read)
+        self._judge_data(running, has_read=has_read)
         if has_read:
             for name in running.seen.settings_changed(self._trainer):
                 self._tell(running, name, "it decides how training goes on")
@@ -192,6 +199,25 @@ class HookWatch:
                             running, f"{key!r} in the state of {type(optimizer).__name__}", str(key)
                         )
 
+    def _judge_data(self, running: _Running, *, has_read: bool) -> None:
+        """What later draws are read from.
+
+        Raises:
+            UnsupportedSettingError: it was written from the batch or the outputs.
+        """
+        for name, of in running.seen.data.changes():
+            if self._is_public(name):
+                continue
+            if of == "records" and not name.startswith("datamodule."):
+                raise UnsupportedSettingError(
+                    f"{running.name} writes {name} from training records (the batch, the outputs): later draws are "
+                    "read from there, so one record would reach the others' gradients, and no noise protects that. "
+                    "Compute it before fit from public data, or from the weights alone; or vouch for it with "
+                    f"Lap2Privacy(public_state=[{name!r}])"
+                )
+            if has_read or of == "records":
+                self._tell(running, name, "later draws and steps may read it", read=of != "records")
+
     def _unprotected(self, running: _Running, what: str, name: str) -> UnsupportedSettingError:
         return UnsupportedSettingError(
             f"{running.name} writes {what} from something that may hold training records (the batch, outputs, metrics, "
@@ -235,7 +261,8 @@ class _Running:
 class _Seen:
     """State and settings as they were."""
 
-    def __init__(self, memory: StateMemory, trainer: Any) -> None:
+    def __init__(self, memory: StateMemory, trainer: Any, data: Sequence[tuple[str, Any]]) -> None:
+        self.data = DataState(data)
         self._roots, self._nodes = memory.roots, memory.nodes()
         self._values = {(id(n.live), key): (n.live, value) for n in self._nodes for key, value in n.items.items()}
         self._contents = {
@@ -280,6 +307,7 @@ def _settings(trainer: Any) -> dict[str, Any]:
         for group in optimizer.param_groups
     ]
     found = {"param_groups": groups, "should_stop": trainer.should_stop}
+    found["requires_grad"] = [p.requires_grad for p in trainer.lightning_module.parameters()]
     found |= {name: getattr(trainer, name) for name in _LIMITS}
     found["limit_train_batches"] = trainer.limit_train_batches
     return found

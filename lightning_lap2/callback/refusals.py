@@ -27,8 +27,8 @@ _CALLBACKS = {
     "ModelPruning": "it replaces parameters while training runs; prune before fit and make it permanent with "
     "torch.nn.utils.prune.remove",
     "BatchSizeFinder": "it trains outside the ledger; choose the batch size beforehand",
-    "StochasticWeightAveraging": "it runs an extra epoch of training batches; use WeightAveraging (an average of "
-    "released weights costs nothing)",
+    "StochasticWeightAveraging": "it runs an extra epoch of training batches; use WeightAveraging (since Lightning "
+    "2.6; an average of released weights costs nothing)",
 }
 
 

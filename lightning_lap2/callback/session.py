@@ -70,6 +70,7 @@ class FitSession:
         self._feedback: FeedbackWatch | None = None
         self._stop = DeferredStop(fit.trainer)
         self._lost_warned = False
+        self._reach = run.data.reach()
         shadow_steps(fit.patches, fit.trainer, fit.module, self)
 
     @property
@@ -95,6 +96,7 @@ class FitSession:
                 f"{self.run.facts} became {data.facts}; N and the batch size are public constants of a run"
             )
         self.data = data
+        self._look_after_data()
         data.start(Position(release=self.run.fit.ledger.releases, batch=0))
         return data.loader
 
@@ -160,10 +162,26 @@ class FitSession:
         fit = self.run.fit
         self.runner.memory = memory = StateMemory(fit.module)
         memory.hold_back_named(fit.ledger.unprotected)
+        self._look_after_data()
         self._hooks = HookWatch(
-            fit.trainer, fit.module, fit.pl, memory, fit.ledger, public=fit.settings.public_state, warn=fit.warn
+            fit.trainer,
+            fit.module,
+            fit.pl,
+            memory,
+            fit.ledger,
+            data=lambda: [*self.data.holders(), ("datamodule", getattr(fit.trainer, "datamodule", None))],
+            fetches=lambda on_fetch: self._reach.watched(on_fetch),
+            public=fit.settings.public_state,
+            warn=fit.warn,
         )
         self._hooks.install(fit.patches)
+
+    def _look_after_data(self) -> None:
+        """The records are out of the step's reach, but for the one that it works on."""
+        self._reach = self.data.reach()
+        if self.runner.memory is not None:
+            state = [*self._module.parameters(), *self._module.buffers()]
+            self.runner.memory.hold_back_data(value for _, value in self._reach.memory(state))
 
     def note_state(self) -> None:
         """Tells the ledger which of the module's state holds records without noise, for whoever trains on from it."""
@@ -311,7 +329,8 @@ class FitSession:
     def _user_code(self) -> Iterator[None]:
         self.in_step = True
         try:
-            yield
+            with self._reach.closed():
+                yield
         finally:
             self.in_step = False
 

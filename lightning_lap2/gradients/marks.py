@@ -6,6 +6,9 @@ carry the number of the *generation* they were made in (a step, a chunk of it, o
 are never taken back: when an operation reads an older generation's memory, a tensor has escaped (into a global, a
 closure, an ``lru_cache``) and come back, and with it other examples' values. Such an operation is refused.
 
+What users' hooks compute between steps from the batch, the outputs, or tensors of unknown origin is marked as well
+(:func:`mark_outside`), so that no step can read it, wherever the hook has put it.
+
 What leaves torch (``.item()``, ``.tolist()``, numpy) and comes back as numbers is not seen.
 """
 
@@ -24,6 +27,8 @@ from lightning_lap2.gradients.lines import line_now
 from lightning_lap2.gradients.physical import carries_batch, count_modes, innermost, requires_grad
 
 _generations = itertools.count(1)
+RECORDS, UNKNOWN, DATA = 0, -1, -2
+"""In place of a generation: made outside a step, from examples or from what may hold some; the train data's own."""
 _MARK = "_lap2_generation"
 _SLICES = "_lap2_slices"
 _HOLDERS = (Tensor, list, tuple)
@@ -108,11 +113,7 @@ class Marks(TorchDispatchMode):
         if mark is None:
             return False
         if mark != self.generation:
-            raise IsolationError(
-                f"{line_now()} reads a tensor that an earlier call of training_step computed from examples and that "
-                "was kept outside the module (a global, a closure, a cache of a function): it would carry examples "
-                "past the clipping into a later loss. Keep nothing of the data between steps"
-            )
+            raise _refusal(line_now(), mark)
         if self._graph and requires_grad(tensor):
             self.nodes.add(tensor.grad_fn)
             if self.slicing and _is_slice(tensor):
@@ -145,9 +146,74 @@ def known_clean(tensor: Tensor) -> bool:
     return bool(_active) and not carries_batch(tensor) and not hasattr(_memory(innermost(tensor)), _MARK)
 
 
+def escaped(where: str = "") -> IsolationError:
+    """What to raise where a tensor of an earlier call comes back that torch itself refuses: ``vmap`` had wrapped it."""
+    return _refusal(where or "training_step", 1)
+
+
+def _refusal(where: str, mark: int) -> IsolationError:
+    if mark == DATA:
+        return data_read(f"{where} reads")
+    return IsolationError(f"{where} reads {_origin(mark)}")
+
+
+def data_read(who: str) -> IsolationError:
+    """What to raise where a step looks up other records."""
+    return IsolationError(
+        f"{who} memory of the train data set: a step works on one example, and what it looks up of others would carry "
+        "them past the clipping. Make it part of the record before training; what is public may be kept as a buffer "
+        "of the module, or as a copy"
+    )
+
+
+def _origin(mark: int) -> str:
+    if mark > 0:
+        made = "an earlier call of training_step computed from examples and that was kept outside the module"
+    elif mark == RECORDS:
+        made = "a hook computed from training records (the batch, the outputs) and kept"
+    else:
+        made = "a hook computed from something that may hold training records (metrics, data, an array) and kept"
+    return (
+        f"a tensor that {made} (on a class, a global, a closure, the trainer, a data module, a cache of a function): "
+        "it would carry examples past the clipping into a later loss. Keep nothing of the data between steps"
+    )
+
+
+def mark_outside(tensors: Iterable[Tensor], mark: int = RECORDS) -> None:
+    """Notes that these hold (:data:`RECORDS`) or may hold (:data:`UNKNOWN`) values of examples and belong to no step,
+    or are the train data's own (:data:`DATA`): an operation in a step that reads one is refused."""
+    for tensor in tensors:
+        memory = _memory(tensor)
+        if getattr(memory, _MARK, mark) <= mark:
+            setattr(memory, _MARK, mark)
+
+
+def unmark(tensor: Tensor) -> None:
+    """Takes back what :func:`mark_outside` noted."""
+    memory = _memory(tensor)
+    if getattr(memory, _MARK, 1) <= RECORDS:
+        delattr(memory, _MARK)
+
+
+def holds_examples(tensor: Tensor) -> bool:
+    """Whether values of examples are known to have gone into it, in a step or in a hook."""
+    return getattr(_memory(tensor), _MARK, UNKNOWN) >= RECORDS
+
+
 def _memory(tensor: Tensor) -> Any:
     """What a mark is put on: the storage, which outlives views and is shared by them."""
     return tensor.untyped_storage() if tensor.layout is torch.strided else tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

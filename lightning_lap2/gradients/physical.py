@@ -4,8 +4,8 @@ Inside ``vmap`` a tensor that differs between examples is a wrapper around a *ph
 dimension as well; where it lies is known to the wrapper alone. :func:`apart` and :func:`whole` look through it, and
 :func:`outside` leaves ``vmap`` for a moment, so that one call of torch serves all examples at once.
 
-Nothing here is documented by torch. ``tests/gradients/test_physical.py`` says by name what is missing, or means
-something else, under another version.
+Nothing here is documented by torch. An engine is refused where a name that it needs is missing (:func:`check_torch`);
+``tests/gradients/test_physical.py`` says by name what is missing, or means something else, under another version.
 """
 
 from __future__ import annotations
@@ -20,13 +20,60 @@ from typing import Any
 import torch
 import torch._functorch.autograd_function
 import torch._functorch.eager_transforms
+import torch.overrides
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack, has_torch_function
+from torch.overrides import has_torch_function
 
+from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.replacing import Replacements
 
 _C: Any = torch._C._functorch
+
+_VMAP = (
+    "_C._functorch._set_vmap_fallback_warning_enabled",
+    "_functorch.autograd_function.VmapInfo",
+    # torch.func.debug_unwrap looks it up; torch 2.6 has neither
+    *(["_functorch.eager_transforms.get_unwrapped"] if hasattr(torch.func, "debug_unwrap") else []),
+)
+_GHOST = (
+    *("_C._functorch." + name for name in ("maybe_get_level", "maybe_get_bdim", "_add_batch_dim")),
+    *("_C._functorch." + name for name in ("pop_dynamic_layer_stack", "push_dynamic_layer_stack")),
+    *("_C._functorch." + name for name in ("_vmap_increment_nesting", "_vmap_decrement_nesting", "_remove_batch_dim")),
+    *("_C." + name for name in ("_len_torch_dispatch_stack", "_DisableTorchDispatch")),
+    "overrides._get_current_function_mode_stack",
+    *("_VF." + cell for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in (kind, kind + "_cell")),
+    *("utils.checkpoint." + name for name in ("_checkpoint_without_reentrant_generator", "CheckpointFunction")),
+    *("nn.modules.module." + name for name in ("_global_backward_hooks", "_global_backward_pre_hooks")),
+)
+NAMES = {"vmap": _VMAP, "ghost": _VMAP + _GHOST}
+"""What each engine that works inside ``vmap`` needs of torch's private names. Those that every engine needs are looked
+up below, when this module is imported."""
+
+
+@cache
+def missing(engine: str) -> tuple[str, ...]:
+    """The private names that an engine needs and this torch lacks."""
+    return tuple(f"torch.{name}" for name in NAMES[engine] if not _has(torch, name.split(".")))
+
+
+def _has(owner: Any, path: list[str]) -> bool:
+    return not path or (hasattr(owner, path[0]) and _has(getattr(owner, path[0]), path[1:]))
+
+
+def check_torch(engine: str) -> None:
+    """Refuses an engine where torch lacks a private name that it needs: what the name guards would pass unseen.
+
+    Raises:
+        UnsupportedModelError: naming what is missing; ``engine="auto"`` goes on to the next.
+    """
+    absent = missing(engine)
+    if absent:
+        raise UnsupportedModelError(
+            f"engine={engine!r} needs {', '.join(absent)}, which torch {torch.__version__} does not have. Use "
+            "engine='loop', which needs none of them, or a version of torch that docs/versions.md names"
+        )
+
 
 current_level: Callable[[], int | None] = _C.maybe_current_level
 """The number of ``torch.func`` transforms that the running code is in; ``None`` for none."""
@@ -35,41 +82,48 @@ is_wrapped: Callable[[Any], bool] = _C.is_functorch_wrapped_tensor
 """Whether a tensor is inside any ``torch.func`` transform."""
 
 
+unwrapped: Callable[[Tensor], Tensor] = _C.get_unwrapped
+"""What is under the outermost wrapper of a tensor."""
+
+_is_wrapper_of_vmap: Callable[[Tensor], bool] = _C.is_batchedtensor
+
+
 def innermost(tensor: Tensor) -> Tensor:
     """The physical tensor under all wrappers."""
     while is_wrapped(tensor):
-        tensor = _C.get_unwrapped(tensor)
+        tensor = unwrapped(tensor)
     return tensor
 
 
 def is_batched(value: Any) -> bool:
     """Whether ``value`` differs between the examples of the innermost ``vmap``, and of no other transform inside it."""
-    return (
-        isinstance(value, Tensor)
-        and _C.is_batchedtensor(value)
-        and _C.maybe_get_level(value) == _C.maybe_current_level()
-    )
+    return isinstance(value, Tensor) and _is_wrapper_of_vmap(value) and _C.maybe_get_level(value) == current_level()
 
 
 def carries_batch(tensor: Tensor) -> bool:
     """Whether a tensor differs between the examples of any ``vmap``."""
     while is_wrapped(tensor):
-        if _C.is_batchedtensor(tensor):
+        if _is_wrapper_of_vmap(tensor):
             return True
-        tensor = _C.get_unwrapped(tensor)
+        tensor = unwrapped(tensor)
     return False
+
+
+def is_escape(error: Exception) -> bool:
+    """Whether torch refused a tensor that an earlier ``vmap`` had wrapped."""
+    return isinstance(error, RuntimeError) and "escaped from inside a function being vmapped" in str(error)
 
 
 def apart(tensor: Tensor) -> Tensor:
     """The physical tensor ``[B, *shape]`` of a batched one of this ``shape``; only where :func:`is_batched`."""
-    physical: Tensor = _C.get_unwrapped(tensor)
+    physical = unwrapped(tensor)
     dim = _C.maybe_get_bdim(tensor)
     return physical if dim == 0 else physical.movedim(dim, 0)
 
 
 def whole(physical: Tensor) -> Tensor:
     """The inverse of :func:`apart`, for the innermost ``vmap``."""
-    batched: Tensor = _C._add_batch_dim(physical, 0, _C.maybe_current_level())
+    batched: Tensor = _C._add_batch_dim(physical, 0, current_level())
     return batched
 
 
@@ -97,11 +151,14 @@ def for_all(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor],
         _C._vmap_decrement_nesting()
 
 
-leave_vmap: Callable[[], Any] = _C.pop_dynamic_layer_stack
-"""Leaves the innermost ``vmap``: torch is then called for physical tensors."""
+def leave_vmap() -> Any:
+    """Leaves the innermost ``vmap``: torch is then called for physical tensors."""
+    return _C.pop_dynamic_layer_stack()
 
-enter_vmap_again: Callable[[Any], Any] = _C.push_dynamic_layer_stack
-"""The inverse of :func:`leave_vmap`, given what that returned."""
+
+def enter_vmap_again(layer: Any) -> None:
+    """The inverse of :func:`leave_vmap`, given what that returned."""
+    _C.push_dynamic_layer_stack(layer)
 
 
 @contextmanager
@@ -114,11 +171,14 @@ def outside() -> Iterator[None]:
         enter_vmap_again(layer)
 
 
-count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes are active."""
+def count_modes() -> int:
+    """How many dispatch modes are active."""
+    return int(torch._C._len_torch_dispatch_stack())
 
-unseen_by_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
-"""Operations are seen by no dispatch mode while the returned object lives."""
+
+def unseen_by_modes() -> Any:
+    """Operations are seen by no dispatch mode while the returned object lives."""
+    return torch._C._DisableTorchDispatch()
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -139,7 +199,7 @@ def seen_by_users(operands: Sequence[Any]) -> bool:
     active, or a class of tensors."""
     if not has_torch_function(operands):
         return False
-    modes = [type(mode) for mode in _get_current_function_mode_stack()]
+    modes = [type(mode) for mode in torch.overrides._get_current_function_mode_stack()]
     return any(mode.__module__.partition(".")[0] != "torch" for mode in modes) or any(
         hasattr(type(value), "__torch_function__") and type(value) not in (Tensor, nn.Parameter, nn.Buffer)
         for value in operands

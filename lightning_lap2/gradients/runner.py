@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 
 from lightning_lap2.batches import Examples
-from lightning_lap2.batches.generators import Entropy, private_generators
+from lightning_lap2.batches.generators import Entropy, OwnGenerators, private_generators
 from lightning_lap2.errors import IsolationError, UnsupportedModelError, UnsupportedSettingError
+from lightning_lap2.gradients import physical
 from lightning_lap2.gradients.clipping import Clipper
+from lightning_lap2.gradients.lines import line_of
+from lightning_lap2.gradients.marks import escaped, mark_outside
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.recorder import Recorder, Trace
 from lightning_lap2.gradients.replay import Replay
@@ -70,11 +74,12 @@ class UserStep:
 
     def __init__(
         self, module: nn.Module, layers: Sequence[nn.Module], call: StepCall, places: Sequence[int],
-        recorder: Recorder, guard: StateGuard, forward: _Forward, entropy: Entropy, device: torch.device,
+        recorder: Recorder, guard: StateGuard, forward: _Forward, entropy: Entropy, own: OwnGenerators,
+        device: torch.device,
     ) -> None:  # fmt: skip
         self.module, self.layers, self.call, self.places = module, layers, call, places
         self._recorder, self._guard, self._forward = recorder, guard, forward
-        self._entropy, self._device = entropy, device
+        self._entropy, self._own, self._device = entropy, own, device
         self._reading = Reading()
 
     def at(self, index: int) -> UserStep:
@@ -128,7 +133,7 @@ class UserStep:
         """
         self._guard.begin_call()
         self._reading = Reading()
-        generators = private_generators(self._entropy, self._device, again=again)
+        generators = private_generators(self._entropy, self._device, own=self._own, again=again)
         # in this order: the generators' own calls are not the step's
         with generators, reseeding_refused(), self._reading.active() if together else nullcontext():
             yield
@@ -177,7 +182,7 @@ class StepRunner:
         self.module, self.engines = module, list(engines)
         self.used: list[str] = []
         self.passed_over: dict[str, str] = {}
-        self._recorder, self._forward = Recorder(module), _Forward(module)
+        self._recorder, self._forward, self._own = Recorder(module), _Forward(module), OwnGenerators(module)
         self.memory: StateMemory | None = None
         self._unlike: set[str] = set()
         self._sums: dict[Hashable, bool] = {}
@@ -219,7 +224,16 @@ class StepRunner:
             try:
                 for group, places in zip(batch.groups, batch.order, strict=True):
                     step = UserStep(
-                        self.module, layers, call, places, self._recorder, guard, self._forward, entropy, layout.device
+                        self.module,
+                        layers,
+                        call,
+                        places,
+                        self._recorder,
+                        guard,
+                        self._forward,
+                        entropy,
+                        self._own,
+                        layout.device,
                     )
                     with batch_dimension_kept(group.rows_each):
                         traced += self._group(group, step, layout, clipper, total if call.count else None)
@@ -234,6 +248,7 @@ class StepRunner:
         if self._kept:
             self._latest = replay
         output = replay.run()
+        mark_outside(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         guard.settle(replay.value)
         return output
 
@@ -292,7 +307,9 @@ class StepRunner:
                 self._first[group.key] = number
                 step.forget()
                 continue
-            except Exception:
+            except Exception as error:
+                if physical.is_escape(error):
+                    raise escaped(line_of(error.__traceback__)) from error
                 if step.call.skip_errors and self.used:  # a step that has never run is not one example's fault
                     return self._one_by_one(group, step, layout, clipper, total)
                 raise

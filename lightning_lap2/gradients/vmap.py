@@ -21,6 +21,7 @@ from lightning_lap2.gradients.contraction import add_clipped_sum
 from lightning_lap2.gradients.engine import Engine
 from lightning_lap2.gradients.marks import Marks
 from lightning_lap2.gradients.parameters import ParameterLayout
+from lightning_lap2.gradients.physical import check_torch
 from lightning_lap2.gradients.runner import Traced, UserStep
 from lightning_lap2.gradients.tracing import explain, refuse_layers, way_through
 from lightning_lap2.gradients.whole_batch import seen_by_rules_refused
@@ -77,6 +78,7 @@ class VmapEngine(Engine):
         self, examples: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
     ) -> list[Traced]:
         """See :meth:`Engine.add_clipped`."""
+        check_torch(self.name)
         refuse_layers(self.module, step.layers, vmapped=True)
         chunk = self.chunk_size or self._chunk_size(examples.count, layout)
         names, traced = step.slot_names(layout), []

@@ -48,7 +48,7 @@ def _entering(enter: Callable[[TorchDispatchMode], Any]) -> Callable[[TorchDispa
 seen_by_rules_refused = Replacements(
     [
         (*physical.HANDED_TO_RULES, lambda _: _rule),
-        (*physical.UNWRAPS, lambda _: _unwrap),
+        *([(*physical.UNWRAPS, lambda _: _unwrap)] if hasattr(*physical.UNWRAPS) else []),
         (TorchDispatchMode, "__enter__", _entering),
     ]
 ).active

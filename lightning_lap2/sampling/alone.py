@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -37,9 +36,10 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_lap2.batches import ExampleBatch, split_rows
-from lightning_lap2.batches.generators import Entropy, private_generators
+from lightning_lap2.batches.generators import Entropy, OwnGenerators, private_generators
 from lightning_lap2.errors import IsolationError
 from lightning_lap2.sampling.loaders import worker_settings
+from lightning_lap2.sampling.reach import FetchWatch, refuse_if_closed
 from lightning_lap2.sampling.units import UnitBatchSampler
 
 _DEFAULT_MAP = dict(default_collate_fn_map)
@@ -158,6 +158,7 @@ class RecordByRecord(Dataset[Any]):
         self.dataset, self._skip_errors = dataset, skip_errors
         self._collate = Collator(collate_fn, views)
         self._watch: FetchWatch | None = None
+        self._own = OwnGenerators(dataset, collate_fn)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -167,7 +168,7 @@ class RecordByRecord(Dataset[Any]):
         if self._collate.collate_fn is default_collate and (known := _tensors_of(self.dataset, indices)) is not None:
             group = split_rows(known, self._collate.views)
             return ExampleBatch([group], [range(group.count)])
-        with private_generators(Entropy(getattr(indices, "key", None))):
+        with private_generators(Entropy(getattr(indices, "key", None)), own=self._own):
             return self._each(indices) if self._skip_errors else self._collate(self._fetch(indices))
 
     def _each(self, indices: list[int]) -> ExampleBatch:
@@ -213,7 +214,7 @@ class RecordByRecord(Dataset[Any]):
         return fetched
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_watch": None}
+        return {**vars(self), "_watch": None, "_own": OwnGenerators(self.dataset, self._collate.collate_fn)}
 
 
 class StreamByRecord(IterableDataset[Any]):
@@ -223,9 +224,9 @@ class StreamByRecord(IterableDataset[Any]):
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
-        entropy, records = Entropy(None), iter(self.dataset)
+        entropy, own, records = Entropy(None), OwnGenerators(self.dataset), iter(self.dataset)
         while True:
-            with private_generators(entropy):
+            with private_generators(entropy, own=own):
                 try:
                     record = next(records)
                 except StopIteration:
@@ -234,89 +235,6 @@ class StreamByRecord(IterableDataset[Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
-
-
-class FetchWatch:
-    """Notices that fetching one record reads another: some data set asked for two different records, or for one more
-    than the unit has that is fetched.
-
-    Data sets are watched by their classes' ``__getitem__``, for as long as a batch is fetched: that of the train data
-    and those it wraps (attributes, and lists of them, to any depth).
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._kinds = _dataset_kinds(dataset)
-        self._read: dict[int, list[Any]] | None = None
-        self._allowed = 1
-
-    @contextmanager
-    def watching(self) -> Iterator[Callable[[int], None]]:
-        """Gives what is to be called before each fetch, with the number of records that it is of."""
-        originals = {kind: kind.__dict__["__getitem__"] for kind in self._kinds}
-        try:
-            for kind, original in originals.items():
-                kind.__getitem__ = self._watched(original)
-            yield self._begin
-        finally:
-            self._read = None
-            for kind, original in originals.items():
-                kind.__getitem__ = original
-
-    def _begin(self, records: int) -> None:
-        """Of one record, or several of one unit: each data set may be asked for as many."""
-        self._read, self._allowed = {}, records
-
-    def _watched(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        def getitem(dataset: Any, key: Any) -> Any:
-            if self._read is not None:
-                keys = self._read.setdefault(id(dataset), [])
-                if not any(known is key or _equal(known, key) for known in keys):
-                    keys.append(key)
-                if len(keys) > self._allowed:
-                    one = self._allowed == 1
-                    many = "two records while one was" if one else f"{len(keys)} while a unit's {self._allowed} were"
-                    raise IsolationError(
-                        f"{type(dataset).__name__}.__getitem__ was asked for {many} fetched "
-                        "(mixup or pairs in the data set, a retry with another index?): one record would reach "
-                        "another's gradient past the clipping. Make each record from what belongs to it, before "
-                        "training if need be; leave out unreadable records beforehand"
-                    )
-            return original(dataset, key)
-
-        return getitem
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b)
-    except Exception:
-        return False
-
-
-def _dataset_kinds(dataset: Any) -> list[Any]:
-    """Classes that define the ``__getitem__`` of ``dataset`` or of a data set it holds."""
-    kinds: list[Any] = []
-    seen: set[int] = set()
-    stack = [dataset]
-    while stack:
-        found = stack.pop()
-        if id(found) in seen:
-            continue
-        seen.add(id(found))
-        home = next((kind for kind in type(found).__mro__ if "__getitem__" in vars(kind)), None)
-        if home is not None and home not in kinds and home.__flags__ & _HEAP:
-            kinds.append(home)
-        held = list(getattr(found, "__dict__", {}).values())
-        for value in held:
-            inner = list(value.values()) if isinstance(value, dict) else value
-            if isinstance(inner, list | tuple) and len(inner) <= _FEW:
-                held.extend(inner)
-        stack += [value for value in held if isinstance(value, Dataset)]
-    return kinds
-
-
-_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class whose attributes can be set
-_FEW = 1000  # longer lists hold records, not data sets
 
 
 class ExampleLoader(DataLoader[Any]):
@@ -353,6 +271,7 @@ class ExampleLoader(DataLoader[Any]):
         )
 
     def __iter__(self) -> Any:
+        refuse_if_closed("the train loader")
         return iter(self._inner)
 
 
@@ -379,7 +298,7 @@ class _Peek(RecordByRecord):
     """Both at once: the examples, and the batch that plain training would make of them."""
 
     def __getitems__(self, indices: list[int]) -> tuple[ExampleBatch, Any]:  # type: ignore[override]
-        with private_generators(Entropy(None)):
+        with private_generators(Entropy(None), own=self._own):
             if self._skip_errors:
                 return self._each(indices), None
             fetched = self._fetch(indices)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_lap2.batches.generators import Entropy, private_generators, seeded_generators
+from lightning_lap2.batches.generators import Entropy, OwnGenerators, private_generators, seeded_generators
 
 
 def _draw() -> tuple[float, float, float]:
@@ -100,3 +103,73 @@ def test_a_bit_generator_of_the_users_is_put_back_too() -> None:
             assert str(own.state) == state
     finally:
         np.random.set_bit_generator(before)
+
+
+GLOBAL = np.random.default_rng(0)
+
+
+def _by_name() -> float:
+    return float(GLOBAL.random())
+
+
+class _Keeper:
+    wide = np.random.RandomState(0)
+
+    def __init__(self) -> None:
+        self.mine = torch.Generator().manual_seed(0)
+        inner = random.Random(0)
+        self.transforms = [SimpleNamespace(rng=random.Random(0)), functools.partial(lambda r: r.random(), inner)]
+        hidden = np.random.default_rng(0)
+        self.closed = lambda: hidden.random()
+
+    def draw(self) -> list[float]:
+        return [
+            float(self.wide.rand()),
+            float(torch.rand((), generator=self.mine)),
+            self.transforms[0].rng.random(),
+            self.transforms[1](),
+            float(self.closed()),
+            _by_name(),
+        ]
+
+
+def _seeded(own: OwnGenerators, keeper: Any, key: bytes | None) -> list[float]:
+    with private_generators(Entropy(key), own=own):
+        return keeper.draw()
+
+
+def test_generators_that_objects_keep_are_seeded_too_wherever_they_are() -> None:
+    keeper = _Keeper()
+    own = OwnGenerators(keeper, _by_name)
+    first, again = _seeded(own, keeper, b"key"), _seeded(own, keeper, b"key")
+    assert first == again
+    other, secret = _seeded(own, keeper, b"other"), _seeded(own, keeper, None)
+    assert not set(first) & set(other)
+    assert not set(first) & set(secret)
+
+
+def test_a_generator_that_was_replaced_is_found() -> None:
+    keeper = _Keeper()
+    own = OwnGenerators(keeper, _by_name)
+    _seeded(own, keeper, b"key")
+    keeper.mine = torch.Generator().manual_seed(5)
+    keeper.transforms = [SimpleNamespace(rng=random.Random(7)), keeper.transforms[1]]
+    keeper.transforms[0].rng = random.Random(8)
+    first = _seeded(own, keeper, b"key")
+    keeper.mine, keeper.transforms[0].rng = torch.Generator().manual_seed(6), random.Random(9)
+    assert _seeded(own, keeper, b"key") == first
+
+
+def test_the_global_generators_are_not_among_them() -> None:
+    keeper = SimpleNamespace(g=torch.default_generator)
+    before = torch.default_generator.get_state()
+    OwnGenerators([np.random.mtrand._rand, random._inst]).seed(b"x")  # type: ignore[attr-defined]
+    with private_generators(Entropy(None), own=OwnGenerators(keeper)):
+        pass
+    assert torch.equal(torch.default_generator.get_state(), before)
+
+
+def test_a_generator_made_in_the_call_keeps_its_seed() -> None:
+    keeper = SimpleNamespace(draw=lambda: float(np.random.default_rng(3).random()))
+    own = OwnGenerators(keeper)
+    assert _seeded(own, keeper, None) == _seeded(own, keeper, None)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,9 +41,9 @@ def module_with(step: Callable[..., Tensor], **hooks: Callable[..., Any]) -> Any
     return module
 
 
-def fit(module: Any, *callbacks: Any, engine: str = "auto", **options: Any) -> Lap2Privacy:
+def fit(module: Any, *callbacks: Any, engine: str = "auto", data: Any = None, **options: Any) -> Lap2Privacy:
     privacy = Lap2Privacy(eps="inf", noise_multiplier=1.0, engine=engine, **options)
-    quiet_trainer(pl, privacy, *callbacks, max_epochs=2).fit(module, loader(32, 8))
+    quiet_trainer(pl, privacy, *callbacks, max_epochs=2).fit(module, data or loader(32, 8))
     return privacy
 
 
@@ -187,6 +188,10 @@ def test_a_number_of_the_outputs_that_a_step_reads_is_warned_of_and_named() -> N
     [
         ("param_groups", lambda t: t.optimizers[0].param_groups[0].update(lr=0.01)),
         ("should_stop", lambda t: setattr(t, "should_stop", True)),
+        ("requires_grad", lambda t: t.lightning_module.layer.bias.requires_grad_(False)),
+        ("dataset.level", lambda t: setattr(t.train_dataloader.dataset, "level", 1)),
+        ("dataset.weights", lambda t: t.train_dataloader.dataset.weights.__setitem__(0, 2.0)),
+        ("dataset.difficulty", lambda t: t.train_dataloader.dataset.difficulty.__setitem__(0, 2.0)),
     ],
 )
 def test_numbers_that_decide_how_training_goes_on_are_warned_of(name: str, change: Callable[[Any], Any]) -> None:
@@ -195,8 +200,10 @@ def test_numbers_that_decide_how_training_goes_on_are_warned_of(name: str, chang
             if float(outputs["loss"]) > -1:
                 change(trainer)
 
+    data = loader(32, 8)
+    vars(data.dataset).update(level=0, weights=[1.0] * 32, difficulty=np.ones(32))
     with pytest.warns(UserWarning, match=f"Steering.on_train_batch_end has read numbers .* changes {name}"):
-        fit(module_with(nothing), Steering())
+        fit(module_with(nothing), Steering(), data=data)
 
 
 def test_a_history_that_no_step_reads_is_ordinary() -> None:

@@ -285,6 +285,7 @@ def test_weights_of_somebody_else_in_a_marked_module_are_named() -> None:
     assert len(caveats(callback, "load_state_dict")) == 1
 
 
+@pytest.mark.skipif(not hasattr(pl.callbacks, "EMAWeightAveraging"), reason="Lightning has it since 2.6")
 def test_nothing_is_said_where_only_the_optimizer_changed_them() -> None:
     """Also with averaged weights, which another callback puts into the module after the last step."""
     module = classifier(pl)

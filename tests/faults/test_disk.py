@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_lap2.accounting.release import Release
 from lightning_lap2.callback import journal as journal_module
-from lightning_lap2.callback.journal import Journal, read
+from lightning_lap2.callback.journal import Charge, Journal, read
 from tests.helpers import LIGHTNING, LIGHTNING_WARNINGS, classifier, loader, quiet_trainer, watched_releases
 
 pytestmark = LIGHTNING_WARNINGS
 pl, Lap2Privacy = LIGHTNING.pl, LIGHTNING.lap2
-CHARGE = {"noise_multiplier": 1.5, "sample_rate": 0.25, "dimension": 8}
+CHARGE = Charge(Release(1.5, 0.25, 8))
 GIVEN: dict[str, Any] = {"eps": 20.0, "noise_multiplier": 1.5, "bound": "joint"}
 
 
@@ -88,7 +89,7 @@ def test_line_cut_short_by_a_full_disk_leaves_a_readable_journal(
     with monkeypatch.context() as patch:
         patch.setattr(journal_module.os, "write", lambda descriptor, data: write(descriptor, data[:9]))
         with pytest.raises(OSError, match="No space left"):
-            journal.record(1, {**CHARGE, "dimension": 9})
+            journal.record(1, Charge(Release(1.5, 0.25, 9)))
     journal.record(1, CHARGE)
     assert read(journal.path, journal.run).charges == {0: CHARGE, 1: CHARGE}
 

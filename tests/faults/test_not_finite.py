@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -67,6 +68,27 @@ def test_losses(engine: str, value: float) -> None:
     assert callback.steps == callback.accountant.steps == 8
     assert all(release.is_noise_alone for release in seen)
     assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("engine", ["vmap", "ghost", "loop"])
+@pytest.mark.parametrize("value", BAD)
+def test_rows_are_left_out_of_logged_means_and_never_counted(engine: str, value: float) -> None:
+    """Every record is drawn (q = 1): the mean of the others, as plain torch has it. The report is the same text whether
+    no record is bad, one, or half of them."""
+    reports = set()
+    for bad in ([], [3], [*range(0, N, 2)]):
+        x, y = (part.clone() for part in records(N).tensors)
+        x[bad] = value
+        good = [row for row in range(N) if row not in bad]
+        module = classifier(pl)
+        expected = F.cross_entropy(module.layer(x[good]), y[good])
+        callback = Lap2Privacy(eps=20.0, noise_multiplier=1.5, bound="joint", engine=engine)
+        trainer = quiet_trainer(pl, callback, max_steps=1)
+        trainer.fit(module, DataLoader(TensorDataset(x, y), N))
+        torch.testing.assert_close(trainer.callback_metrics["train_loss"], expected.detach())
+        reports.add(str(callback.report()))
+    assert len(reports) == 1
+    assert "left out of logged means" in reports.pop()
 
 
 @pytest.mark.parametrize("value", BAD)

@@ -2,48 +2,83 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+import inspect
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import debug_unwrap, vmap
+from torch.func import vmap
 from torch.utils.checkpoint import checkpoint
 
-from lightning_lap2.gradients import physical
+from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.gradients import FlatClipper, ParameterLayout, StepCall, StepRunner, physical
+from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.gradients.ghost.rules import RULES
 from lightning_lap2.gradients.replacing import Replacements
 
-NAMES = {
-    "torch._C._functorch": [
-        "is_functorch_wrapped_tensor", "get_unwrapped", "is_batchedtensor", "maybe_get_level", "maybe_current_level",
-        "maybe_get_bdim", "_add_batch_dim", "pop_dynamic_layer_stack", "push_dynamic_layer_stack",
-        "_set_vmap_fallback_warning_enabled", "_set_vmap_fallback_enabled", "_vmap_increment_nesting",
-        "_vmap_decrement_nesting", "_remove_batch_dim",
-    ],
-    "torch._C": ["_len_torch_dispatch_stack", "_DisableTorchDispatch"],
-    "torch.overrides": ["_get_current_function_mode_stack"],
-    "torch.Tensor": ["_base", "_version"],
-    "torch._VF": [
-        "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
-    ],
-    "torch._functorch.autograd_function": ["VmapInfo"],
-    "torch._functorch.eager_transforms": ["get_unwrapped"],
-    "torch.utils.checkpoint": ["_checkpoint_without_reentrant_generator", "CheckpointFunction"],
-    "torch.nn.modules.module": ["_global_backward_hooks", "_global_backward_pre_hooks"],
-}  # fmt: skip
+
+@pytest.mark.parametrize("name", physical.NAMES["ghost"])
+def test_torch_has(name: str) -> None:
+    assert f"torch.{name}" not in physical.missing("ghost"), f"torch {torch.__version__} has no torch.{name}"
 
 
-@pytest.mark.parametrize(("home", "name"), [(home, name) for home, names in NAMES.items() for name in names])
-def test_torch_has(home: str, name: str) -> None:
-    if home == "torch._C._functorch":
-        owner: Any = torch._C._functorch  # no module that can be imported by name
-    else:
-        owner = {"torch._VF": torch._VF, "torch.Tensor": Tensor}.get(home) or importlib.import_module(home)
-    assert hasattr(owner, name), f"torch {torch.__version__} has no {home}.{name}"
+def test_no_private_name_is_left_out() -> None:
+    """What is not looked up when the module is imported is in ``NAMES``, so that its lack is told by name."""
+    source = inspect.getsource(physical)
+    used = set(re.findall(r"[ ([]_C\.(\w+)", source))
+    at_once = set(re.findall(r"^\w+: .* = _C\.(\w+)$", source, flags=re.MULTILINE))
+    of_tests = {"_set_vmap_fallback_enabled"}
+    home = "_C._functorch."
+    assert used - at_once - of_tests == {
+        name.removeprefix(home) for name in physical.NAMES["ghost"] if name.startswith(home)
+    }
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Takes one of torch's private names away."""
+
+    def take(name: str) -> None:
+        monkeypatch.delattr(torch._C._functorch, name)
+        physical.missing.cache_clear()
+
+    yield take
+    monkeypatch.undo()
+    physical.missing.cache_clear()
+
+
+def test_an_engine_whose_names_torch_lacks_is_refused_and_auto_takes_the_next(lacking: Callable[[str], None]) -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+            return self.layer(batch).square().sum()
+
+    module, batch = Module(), torch.randn(4, 3)
+    layout = ParameterLayout(module)
+
+    def total(*names: str) -> tuple[Tensor, StepRunner]:
+        found, runner = layout.zeros(), StepRunner(module, [make_engine(name, module) for name in names])
+        runner.accumulate(StepCall((batch, 0), 4), layout, FlatClipper(1.0), found)
+        return found, runner
+
+    expected, runner = total("ghost", "vmap", "loop")
+    assert runner.used == ["ghost"]
+    for name, left in [("pop_dynamic_layer_stack", "vmap"), ("_set_vmap_fallback_warning_enabled", "loop")]:
+        lacking(name)
+        found, runner = total("ghost", "vmap", "loop")
+        assert runner.used == [left]
+        torch.testing.assert_close(found, expected)
+        said = f"engine='ghost' needs.*torch._C._functorch.{name}.*which torch {re.escape(torch.__version__)} does not"
+        assert re.match(said, runner.passed_over["ghost"])
+        with pytest.raises(UnsupportedModelError, match="Use engine='loop'"):
+            total("ghost")
 
 
 def _inside(look: Callable[[Tensor], Any], x: Tensor, dim: int = 0) -> list[Any]:
@@ -123,12 +158,13 @@ def test_checkpoints_are_plain_calls_inside(reentrant: bool) -> None:
     assert len(calls) == 3
 
 
+@pytest.mark.skipif(not hasattr(torch.func, "debug_unwrap"), reason="this torch has no torch.func.debug_unwrap")
 def test_debug_unwrap_is_seen() -> None:
     def refuse(*_: Any) -> Any:
         raise LookupError("seen")
 
     with Replacements([(*physical.UNWRAPS, lambda _: refuse)]).active(), pytest.raises(LookupError, match="seen"):
-        vmap(lambda v: debug_unwrap(v).sum() * v)(torch.randn(3))
+        vmap(lambda v: torch.func.debug_unwrap(v).sum() * v)(torch.randn(3))
 
 
 CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

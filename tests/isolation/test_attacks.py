@@ -6,21 +6,23 @@ first group are the instances that were met in the field (31 C and 254 C under t
 
 from __future__ import annotations
 
+import functools
 import random
+import threading
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import DataLoader, Subset, default_collate
 
 from lightning_lap2.batches import ExampleBatch, split_rows
 from lightning_lap2.errors import UnsupportedModelError, UnsupportedSettingError
 from lightning_lap2.sampling import alone
-from tests.isolation.sensitivity import LIMIT, Attack, N, Plain, Rows
+from tests.isolation.sensitivity import FEATURES, LIMIT, Attack, N, Plain, Rows
 
 REFUSED = (UnsupportedModelError, UnsupportedSettingError)
 
@@ -106,7 +108,34 @@ class Counting(Rows):
         return x * random.uniform(0.5, 1.5) + torch.randn(x.shape) * float(np.random.rand()), y  # noqa: NPY002 (what users draw from)
 
 
+class OwnNumbers(Rows):
+    """Augments by generators of its own with known seeds; a loud record takes more numbers than others, which would
+    shift those of all records behind it, in this draw and in the next."""
+
+    class_wide = torch.Generator().manual_seed(3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = np.random.default_rng(0)
+        self.transforms = [functools.partial(_jitter, rng=random.Random(1))]
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        for _ in range(5 if x.abs().max() > 10 else 1):
+            x = x + float(self.numbers.normal()) + torch.randn(x.shape, generator=self.class_wide)
+            x = self.transforms[0](x)
+        return x * float(GLOBAL_NUMBERS.uniform(0.5, 1.5)), y
+
+
+GLOBAL_NUMBERS = np.random.RandomState(5)
+
+
+def _jitter(x: Tensor, rng: random.Random) -> Tensor:
+    return x * rng.uniform(0.5, 2.0)
+
+
 DATASETS = {
+    "generators of its own": OwnNumbers,
     "standardised over the fetched": Standardised,
     "mixup by random.random": FetchedMixup,
     "rescaled where one is loud": LoudRescales,
@@ -595,7 +624,63 @@ class ByBatchIndex(Plain):
         return self.loss(*batch) * (1 + 10 * batch_idx)  # type: ignore[operator]
 
 
+class OnItsClass(Plain):
+    """What was seen last, where no walk over the module finds it."""
+
+    seen: ClassVar[dict[str, Tensor]] = {}
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.each(x, y).mean()
+        if "x" in self.seen:
+            loss = loss + (x - self.seen["x"]).square().mean()
+        self.seen["x"] = x.detach().clone()
+        return loss
+
+
+class OnThread(OnItsClass):
+    local = threading.local()
+
+    @property
+    def seen(self) -> dict[str, Tensor]:  # type: ignore[override]
+        return vars(self.local)
+
+
+class OnTrainer(OnItsClass):
+    @property
+    def seen(self) -> dict[str, Tensor]:  # type: ignore[override]
+        return vars(self.trainer)
+
+
+class OnOptimizer(OnItsClass):
+    @property
+    def seen(self) -> dict[str, Tensor]:  # type: ignore[override]
+        return self.optimizers().state  # type: ignore[union-attr, return-value]
+
+
+class OnParameter(OnItsClass):
+    @property
+    def seen(self) -> dict[str, Tensor]:  # type: ignore[override]
+        return vars(self.net[0].weight)
+
+
+class OnDefault(Plain):
+    def loss(self, x: Tensor, y: Tensor, seen: list[Tensor] = []) -> Tensor:  # noqa: B006 (users write it)
+        loss = self.each(x, y).mean() + sum((x - other).square().mean() for other in seen)
+        seen[:] = [x.detach().clone()]
+        return loss
+
+
+class OwnGenerator(Plain):
+    """Draws for each example from a generator that it keeps, with a seed that everybody knows."""
+
+    numbers = torch.Generator().manual_seed(0)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) * (1 + torch.rand(1, generator=self.numbers)[0])  # type: ignore[operator]
+
+
 STEPS = [
+    OnItsClass, OnThread, OnTrainer, OnOptimizer, OnParameter, OnDefault, OwnGenerator,
     Labelled, NanSwitchesOff, SometimesMixup, Permuted, Ramped, RareWeight, SoftmaxOverBatch, Centred, BatchSize,
     Largest, Unique, Contrastive, Hardest, Cumulative, Distances, HandMadeNorm, FunctionalNorm, ByEpoch, OwnRule,
     Escaped, Remembers, Centres, ByBatchIndex,
@@ -606,6 +691,7 @@ STEPS = [
 @pytest.mark.parametrize("module", STEPS)
 def test_step(module: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     KEPT.clear()
+    OnItsClass.seen.clear()
     try:
         moved = Attack(module).moved(monkeypatch, engine)
     except REFUSED:
@@ -617,3 +703,211 @@ def test_step(module: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_accumulation(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     attack = Attack(module, loader={"batch_size": 4}, trainer={"accumulate_grad_batches": 2})
     assert attack.moved(monkeypatch) <= LIMIT
+
+
+# -- between steps, where no walk over the module goes -----------------------------------------------------------------
+
+
+class HookOnClass(Plain):
+    mean = torch.zeros(4)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.keep(batch[0].mean(0) + 0 * outputs["loss"])
+
+    def keep(self, mean: Tensor) -> None:
+        type(self).mean = mean
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor | None:
+        return super().loss(x - self.mean, y)
+
+
+class HookOnTrainer(HookOnClass):
+    def keep(self, mean: Tensor) -> None:
+        self.trainer.running = mean  # type: ignore[attr-defined]
+
+    @property
+    def mean(self) -> Tensor:  # type: ignore[override]
+        return getattr(self.trainer, "running", torch.zeros(4))
+
+
+class HookOnOtherCallback(HookOnTrainer):
+    def keep(self, mean: Tensor) -> None:
+        self.trainer.callbacks[-1].running = mean  # type: ignore[attr-defined]
+
+    @property
+    def mean(self) -> Tensor:  # type: ignore[override]
+        return getattr(self.trainer.callbacks[-1], "running", torch.zeros(4))  # type: ignore[attr-defined]
+
+
+class HookOnDataModule(HookOnTrainer):
+    def keep(self, mean: Tensor) -> None:
+        self.trainer.datamodule.mean.copy_(mean)  # type: ignore[attr-defined]
+
+    @property
+    def mean(self) -> Tensor:  # type: ignore[override]
+        return self.trainer.datamodule.mean  # type: ignore[attr-defined]
+
+
+class HookOnMetrics(HookOnClass):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        self.log("seen", loss)  # type: ignore[arg-type]
+        return loss
+
+    def keep(self, mean: Tensor) -> None:
+        super().keep(self.trainer.callback_metrics["seen"] * torch.ones(4))
+
+
+class HookOnDataset(Plain):
+    """The data set less the mean of the last batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.train_dataloader.dataset.x.sub_(batch[0].mean(0))  # type: ignore[union-attr]
+
+
+class HookReplacesInDataset(HookOnDataset):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        rows = self.trainer.train_dataloader.dataset.dataset  # type: ignore[union-attr]
+        rows.x = rows.x - batch[0].mean(0)
+
+
+BETWEEN = [
+    HookOnClass, HookOnTrainer, HookOnOtherCallback, HookOnDataModule, HookOnMetrics, HookOnDataset,
+    HookReplacesInDataset,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize("module", BETWEEN)
+@pytest.mark.filterwarnings("ignore:.*from training records changes datamodule")
+def test_between_steps(module: Any, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    HookOnClass.mean = torch.zeros(4)
+
+    def datamodule(loader: Any) -> Any:
+        made = Module(loader)
+        made.mean = torch.zeros(4)
+        return made
+
+    dataset: Any = (lambda: Subset(Rows(), range(N))) if module is HookReplacesInDataset else Rows
+    attack = Attack(
+        module,
+        dataset=dataset,
+        callbacks=lambda: [L.pytorch.callbacks.LambdaCallback()],
+        datamodule=datamodule if module is HookOnDataModule else None,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(REFUSED, match="a hook computed from|writes dataset"):
+            attack.moved(monkeypatch, engine)
+
+
+# -- other records, looked up by the step ------------------------------------------------------------------------------
+
+ROWS = Rows()
+
+
+class Partner(Plain):
+    """Mixup with a partner from the data set, as one would write it."""
+
+    def partner(self) -> Tensor:
+        return self.trainer.train_dataloader.dataset[N - 1][0]  # type: ignore[union-attr]
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor | None:
+        return super().loss(0.5 * x + 0.5 * self.partner(), y)
+
+
+class PartnerKept(Partner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = ROWS
+
+    def partner(self) -> Tensor:
+        return self.rows[N - 1][0]
+
+
+class PartnerTensor(PartnerKept):
+    """A bank of all rows, without asking the data set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank = ROWS.x
+
+    def partner(self) -> Tensor:
+        return self.bank[N - 1]
+
+
+class PartnerGlobal(Partner):
+    def partner(self) -> Tensor:
+        return ROWS.x[N - 1]
+
+
+class PartnerOfDataModule(Partner):
+    def partner(self) -> Tensor:
+        return self.trainer.datamodule.rows.x.mean(0)  # type: ignore[attr-defined]
+
+
+class PartnerByLoader(Partner):
+    def partner(self) -> Tensor:
+        return next(iter(DataLoader(ROWS, N)))[0].mean(0)  # type: ignore[no-any-return]
+
+
+class PartnerByTrainLoader(Partner):
+    def partner(self) -> Tensor:
+        return next(iter(self.trainer.train_dataloader))[0].mean(0)  # type: ignore[arg-type, no-any-return]
+
+
+class CentreOfTheData(Partner):
+    """Of the data set, computed before each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = torch.zeros(FEATURES)
+
+    def on_train_epoch_start(self) -> None:
+        self.centre = torch.stack([ROWS[i][0] for i in range(N)]).mean(0)
+
+    def partner(self) -> Tensor:
+        return self.centre
+
+
+class CentreOfATensor(CentreOfTheData):
+    def on_train_epoch_start(self) -> None:
+        self.centre = ROWS.x.mean(0)
+
+
+LOOKED_UP = [
+    Partner, PartnerKept, PartnerTensor, PartnerGlobal, PartnerOfDataModule, PartnerByLoader, PartnerByTrainLoader,
+    CentreOfTheData, CentreOfATensor,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("module", LOOKED_UP)
+def test_a_step_that_looks_up_other_records_is_refused(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def datamodule(loader: Any) -> Any:
+        made = Module(loader)
+        made.rows = loader.dataset
+        return made
+
+    of_module = datamodule if module is PartnerOfDataModule else None
+    with pytest.raises(REFUSED, match="reads records from|memory of the train data set|computed from training records"):
+        Attack(module, dataset=lambda: ROWS, datamodule=of_module).moved(monkeypatch)
+
+
+class LooksAtTheData(Plain):
+    """What is public of a data set, and a table that shares its memory but is the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = ROWS
+        self.register_buffer("table", ROWS.x)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        penalty = sum(p.square().sum() for p in self.parameters())
+        loss = super().loss(x, y) + penalty / len(self.rows)  # type: ignore[operator]
+        return loss + 0 * self.table.sum() / len(self.trainer.train_dataloader.dataset)  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_a_step_may_ask_how_much_data_there_is(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Attack(LooksAtTheData, dataset=lambda: ROWS).moved(monkeypatch, engine) <= LIMIT
+    assert Rows.__getitem__.__qualname__ == "Rows.__getitem__"  # what was watched is put back

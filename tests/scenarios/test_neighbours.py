@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lap2 import Lap2Privacy
-from lightning_lap2.callback import session
+from lightning_lap2.callback import preparing
 from tests.scenarios.common import Classifier, data, flat, trainer
 
 N, BATCH, C = 24, 4, 0.05
@@ -45,7 +45,7 @@ def release(removed: int | None, *, multiplier: float, **settings: Any) -> tuple
     callback = Lap2Privacy(eps=float("inf"), noise_multiplier=multiplier, max_grad_norm=C, noise_seed=3, **settings)
     before = flat(module).clone()
     run = trainer(callback, max_steps=1, accumulate_grad_batches=accumulate)
-    with mock.patch.object(session, "CELLS", 2**30):  # else two releases with one noise differ by whole cells
+    with mock.patch.object(preparing, "CELLS", 2**30):  # else two releases with one noise differ by whole cells
         run.fit(module, DataLoader(TensorDataset(x, y, weight), batch_size=BATCH, shuffle=True))
     return flat(module) - before, callback
 

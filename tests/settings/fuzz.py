@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
+from scipy.stats import binom
 
 import lightning_lap2
 from lightning_lap2.gradients import UnsupportedModelError
@@ -197,7 +198,8 @@ def _check_trained(
         if release.scale != scale:
             raise Escape(f"noised with {release.scale}, charged {scale}")
         moved = release.after != (release.before / callback.expected_batch_size)
-        if scale > 0 and not moved.all():
+        # releases lie on a grid of 64 cells per scale: where a gradient is exactly 0, noise may round to 0 as well
+        if scale > 0 and int((~moved).sum()) > binom.isf(1e-9, moved.numel(), 1 / 64):
             raise Escape(f"{int((~moved).sum())} of {moved.numel()} coordinates of a release carry no noise")
     for name, parameter in module.named_parameters():
         same = torch.equal(parameter.detach().cpu(), before[name].to(parameter.dtype)) if name in before else False

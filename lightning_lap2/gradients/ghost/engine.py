@@ -27,7 +27,7 @@ from lightning_lap2.gradients.ghost.sources import Node, Pulled, term_of_paramet
 from lightning_lap2.gradients.ghost.terms import Dense, Term
 from lightning_lap2.gradients.marks import Marks
 from lightning_lap2.gradients.parameters import ParameterLayout
-from lightning_lap2.gradients.physical import for_all, plain_checkpoints
+from lightning_lap2.gradients.physical import check_torch, for_all, plain_checkpoints
 from lightning_lap2.gradients.runner import Traced, UserStep
 from lightning_lap2.gradients.tracing import explain, traceable
 from lightning_lap2.gradients.vmap import runs_alone
@@ -58,6 +58,7 @@ class GhostEngine(Engine):
         self, examples: Examples, step: UserStep, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
     ) -> list[Traced]:
         """See :meth:`Engine.add_clipped`."""
+        check_torch(self.name)
         if clipper.norm != "l2":
             raise UnsupportedModelError(
                 f'engine="ghost" computes l2 norms, but clipping is by {clipper.norm}. Use engine="vmap".'

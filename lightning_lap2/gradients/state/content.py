@@ -32,7 +32,7 @@ class Content:
 
     def __init__(self, value: Tensor | np.ndarray) -> None:
         self._value = value
-        self._version = _version(value)
+        self._version = version(value)
         self._kept = _kept(value)
 
     def written(self) -> bool:
@@ -41,7 +41,7 @@ class Content:
 
     def counted(self) -> bool:
         """Whether a write was counted: the quick look."""
-        return _version(self._value) != self._version
+        return version(self._value) != self._version
 
     def restore(self) -> None:
         """Puts a small tensor's or array's values back; of a large tensor nothing is kept that could be."""
@@ -52,7 +52,8 @@ class Content:
                 self._value.copy_(self._kept)
 
 
-def _version(value: Any) -> int:
+def version(value: Any) -> int:
+    """How many writes torch has counted."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lap2.errors import IsolationError, UnsupportedModelError
-from lightning_lap2.gradients.marks import known_clean
+from lightning_lap2.gradients.marks import DATA, data_read, known_clean, tensors_in
 from lightning_lap2.gradients.physical import innermost
 from lightning_lap2.gradients.recorder import Deferred, Slot, Trace, Unlike
 from lightning_lap2.gradients.state.content import Contents
@@ -82,6 +82,7 @@ class StateMemory:
         self._left: dict[int, Any] = {}
         self._places: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self._again: dict[tuple[int, Any], tuple[Any, Any, Any]] = {}
+        self._data: dict[int, Any] = {}
         self._counters: dict[tuple[int, Any], Any] | None = None
         self._sight: Sight | None = None
         self._contents: Contents | None = None
@@ -92,7 +93,11 @@ class StateMemory:
     def nodes(self) -> list[Node]:
         """All containers as they are now."""
         known = self.known()
-        return walk(self.roots) if known is None else known[0].nodes
+        return self.walk() if known is None else known[0].nodes
+
+    def walk(self) -> list[Node]:
+        """All containers, looked for anew; not into those that hold the train data."""
+        return walk(self.roots, closed=self._data)
 
     def known(self) -> tuple[Sight, Contents] | None:
         """What was given to :meth:`remember`, if it is as it was then."""
@@ -119,7 +124,9 @@ class StateMemory:
         self._sight = self._contents = None
 
     def holds_records(self, node: Node, key: Any, value: Any) -> bool:
-        """Whether an entry may have been computed from records."""
+        """Whether an entry may have been computed from records, or holds them."""
+        if self.is_data(value):
+            return True
         of = kind(value)
         if of == "tensor" and not self.provenance.is_clean(value):
             return True
@@ -129,6 +136,10 @@ class StateMemory:
             return True
         place = self._places.get((id(node.live), None if node.ordered else key))
         return place is not None and place[0] is node.live and type(place[1]) is type(value) and place[1] == value
+
+    def is_data(self, value: Any) -> bool:
+        """Whether it holds the records that the module is trained on."""
+        return id(value) in self._data
 
     def shown_again(self, node: Node, key: Any, value: Any) -> Any:
         """What a step finds instead of ``value``, which an earlier one made from no example; ``value`` otherwise."""
@@ -140,9 +151,9 @@ class StateMemory:
         return sorted(
             {
                 node.path if node.ordered else node.name(key)
-                for node in walk(self.roots)
+                for node in self.walk()
                 for key, value in node.items.items()
-                if self.holds_records(node, key, value)
+                if self.holds_records(node, key, value) and not self.is_data(value)
             }
         )
 
@@ -155,6 +166,14 @@ class StateMemory:
             for key, value in node.items.items():
                 if (node.path if node.ordered else node.name(key)) in known:
                     self.withhold(node, key, value)
+
+    def hold_back_data(self, holders: Iterable[Any]) -> None:
+        """These hold the records that the module is trained on: no step is to read them."""
+        for value in holders:
+            self._data[id(value)] = value
+            for tensor in tensors_in(value):
+                self.provenance.taint(tensor, DATA)
+        self.forget()
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
@@ -240,7 +259,7 @@ class StateGuard:
     def __init__(self, memory: StateMemory) -> None:
         self.memory = memory
         known = memory.known()
-        self._nodes = walk(memory.roots) if known is None else known[0].nodes
+        self._nodes = memory.walk() if known is None else known[0].nodes
         self._real: list[dict[Any, Any]] = [node.items for node in self._nodes]
         self._withheld = known is None and self._withhold()
         self._sight, self._contents = known or (Sight(self._nodes), Contents(self._nodes))
@@ -260,7 +279,8 @@ class StateGuard:
             for key, value in node.items.items():
                 shown = self.memory.shown_again(node, key, value)
                 if shown is value and self.memory.holds_records(node, key, value):
-                    shown = GONE if isinstance(node.live, set) else _withheld(node.name(key))
+                    data = self.memory.is_data(value)
+                    shown = GONE if isinstance(node.live, set) else _withheld(node.name(key), data=data)
                 if shown is not GONE:
                     visible[key] = shown
             if any(visible.get(key, GONE) is not value for key, value in node.items.items()):
@@ -543,7 +563,9 @@ def _counted(before: Any, found: list[Any]) -> bool:
     )
 
 
-def _withheld(name: str) -> Withheld:
+def _withheld(name: str, *, data: bool) -> Withheld:
+    if data:
+        return Withheld(str(data_read(f"training_step reads {name},")), IsolationError)
     return Withheld(
         f"training_step reads {name}, which was computed from training records (by an earlier step or in a hook). "
         "Fed into a loss it would carry them past clipping and noise: a step may write such a value, not read it. "

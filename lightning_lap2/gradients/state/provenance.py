@@ -11,6 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_lap2.gradients.marks import RECORDS, UNKNOWN, holds_examples, mark_outside, unmark
+
 _SWEEP = 4096
 
 
@@ -36,17 +38,19 @@ class Provenance:
             if (key := _key(tensor)) is not None:
                 self._clean[key] = StorageWeakRef(tensor.untyped_storage())
                 self._tainted.pop(key, None)
+                unmark(tensor)
         if len(self._clean) > self._sweep:
             self._clean = {k: ref for k, ref in self._clean.items() if not ref.expired()}
             self._tainted = {k: ref for k, ref in self._tainted.items() if not ref.expired()}
             self._sweep = max(_SWEEP, 2 * len(self._clean))
 
-    def taint(self, tensor: Tensor) -> None:
-        """Notes that it was written from something that may hold records."""
+    def taint(self, tensor: Tensor, mark: int = UNKNOWN) -> None:
+        """Notes that it was written from something that may hold records, or is the data's (``mark=DATA``)."""
         if (key := _key(tensor)) is not None:
             self.taints += 1
             self._clean.pop(key, None)
             self._tainted[key] = StorageWeakRef(tensor.untyped_storage())
+            mark_outside([tensor], mark)
 
     def is_known(self, tensor: Tensor) -> bool:
         """Whether it was noted as clean."""
@@ -79,7 +83,7 @@ _READERS = frozenset({"numpy", "tolist", "__array__"})
 
 class Following(TorchDispatchMode):
     """While active, what is computed from clean tensors alone is clean, and clean memory that anything else is
-    written into is tainted.
+    written into is tainted. What is not clean is marked, so that no step can read it wherever it is kept.
 
     Args:
         on_read: called where a number is read of a tensor that may hold records.
@@ -116,6 +120,7 @@ class Following(TorchDispatchMode):
         else:
             for target in targets:
                 self._provenance.taint(target)
+            mark_outside(_tensors([out, targets]), RECORDS if any(map(holds_examples, read)) else UNKNOWN)
         return out
 
 

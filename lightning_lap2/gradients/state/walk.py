@@ -159,14 +159,15 @@ def put(container: Any, key: Any, value: Any) -> None:
         del target[key]
 
 
-def walk(roots: Iterable[tuple[str, Any]], *, everything: bool = False) -> list[Node]:
+def walk(roots: Iterable[tuple[str, Any]], *, everything: bool = False, closed: Iterable[int] = ()) -> list[Node]:
     """A node for every container that is reached from the roots ``(name, value)``, each once.
 
     Args:
         everything: also what ``nn.Module`` keeps for itself, such as hooks.
+        closed: identities of containers that are not looked into.
     """
     nodes: list[Node] = []
-    seen: set[int] = set()
+    seen = set(closed)
     bare: dict[Any, Any] = {}
     for name, value in roots:
         if kind(value) in ("container", "object"):
@@ -273,7 +274,7 @@ def reached_names(functions: Iterable[FunctionType]) -> frozenset[str]:
 def reached_by_name(functions: Iterable[FunctionType]) -> list[tuple[str, Any]]:
     """Globals and closed-over values that the functions name: roots of the walk beside the module.
 
-    Data sets and loaders are not among them: that a step reads none is an assumption of the guarantee.
+    Data sets and loaders are not among them: :class:`lightning_lap2.sampling.reach.DataReach` keeps a step from these.
     """
     found: dict[int, tuple[str, Any]] = {}
     for function in functions:
