@@ -24,7 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lap2.errors import IsolationError
 from lightning_lap2.gradients.lines import line_now
-from lightning_lap2.gradients.physical import carries_batch, count_modes, innermost, requires_grad
+from lightning_lap2.gradients.physical import (
+    PLAIN_TENSORS,
+    carries_batch,
+    count_modes,
+    innermost,
+    is_wrapped,
+    requires_grad,
+)
 
 _generations = itertools.count(1)
 RECORDS, UNKNOWN, DATA = 0, -1, -2
@@ -82,12 +89,18 @@ class Marks(TorchDispatchMode):
         return out
 
     def told(self, read: Iterable[Any]) -> bool:
-        """What the mode does not see: an operation that reads these; whether any of them carries examples.
+        """Of an operation that the mode is not to see, which reads these: whether it can be told, which it cannot of
+        tensors that a further transform has wrapped or that are of a class of their own.
 
         Raises:
             IsolationError: one of them was computed from examples by an earlier call of the step.
         """
-        return True in [self._read(value) for value in read if isinstance(value, Tensor)]
+        for value in read:
+            if isinstance(value, Tensor):
+                if type(value) not in PLAIN_TENSORS or is_wrapped(value):
+                    return False
+                self._read(value)
+        return True
 
     def made(self, tensor: Tensor) -> None:
         """Such an operation has made ``tensor`` from something that carries examples."""

@@ -181,6 +181,8 @@ def unseen_by_modes() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
+PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+"""Classes that do nothing of their own."""
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -201,8 +203,7 @@ def seen_by_users(operands: Sequence[Any]) -> bool:
         return False
     modes = [type(mode) for mode in torch.overrides._get_current_function_mode_stack()]
     return any(mode.__module__.partition(".")[0] != "torch" for mode in modes) or any(
-        hasattr(type(value), "__torch_function__") and type(value) not in (Tensor, nn.Parameter, nn.Buffer)
-        for value in operands
+        hasattr(type(value), "__torch_function__") and type(value) not in PLAIN_TENSORS for value in operands
     )
 
 

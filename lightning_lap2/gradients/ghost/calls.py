@@ -68,19 +68,20 @@ class _Together:
     that no example went into.
 
     Args:
-        read: every tensor that the operation reads; other values are ignored.
+        read: every tensor that the operation reads, at least one of which carries examples; other values are ignored.
     """
 
     __slots__ = ("_layer", "_marks", "_unseen")
 
     def __init__(self, *read: Any) -> None:
         marks = following()
-        self._unseen = marks is not None
         self._marks = marks if marks is not None and marks.told(read) else None
+        self._unseen: Any = None
 
     def __enter__(self) -> _Together:
         self._layer = leave_vmap()
-        self._unseen = unseen_by_modes() if self._unseen else None
+        if self._marks is not None:
+            self._unseen = unseen_by_modes()
         return self
 
     def __exit__(self, *_error: object) -> None:
