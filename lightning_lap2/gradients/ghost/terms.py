@@ -199,7 +199,7 @@ def scratch_examples(term: Term) -> int:
 def _flat(x: Tensor) -> Tensor:
     """``[B, T, d] -> [B T, d]`` in whichever order needs no copy (all rows are summed over)."""
     if x.shape[1] == 1:
-        return x.squeeze(1)
+        return x[:, 0]
     if x.stride(0) < x.stride(1):
         x = x.transpose(0, 1)
     return x.reshape(-1, x.shape[2])
