@@ -25,7 +25,8 @@ class Replacements:
     """
 
     def __init__(self, wanted: Iterable[Wanted]) -> None:
-        plain, others = [], []
+        plain: list[Wanted] = []
+        others: list[Wanted] = []
         for each in wanted:
             (plain if type(each[0]) is ModuleType else others).append(each)
         self._places = [kind(own) for kind, own in ((_InModules, plain), (_Elsewhere, others)) if own]
@@ -47,7 +48,9 @@ class _Places(ABC):
     """Some attributes: the originals that were last found there, and what stands in for them."""
 
     def __init__(self, wanted: list[Wanted]) -> None:
-        self._owners, self._names, self._makers = ([each[i] for each in wanted] for i in range(3))
+        self._owners = [owner for owner, _, _ in wanted]
+        self._names = [name for _, name, _ in wanted]
+        self._makers = [make for _, _, make in wanted]
         self._found: list[Any] = [_ABSENT] * len(wanted)
         self._instead: list[Any] = [None] * len(wanted)
 
