@@ -275,7 +275,7 @@ def _in_slots(value: Any) -> Iterator[Any]:
 
 def _named(function: FunctionType) -> Iterator[Any]:
     """What a function's code reaches without being handed it."""
-    if function.__module__.partition(".")[0] in _LIBRARIES:
+    if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
         return
     names: set[str] = set()
     codes = [function.__code__]

@@ -184,6 +184,7 @@ class Lap2Core(Readable):
             last_first.callback(preparing.fit.patches.undo)
             if session is not None:
                 last_first.callback(session.note_state)
+                last_first.callback(session.settle_weights)
                 self._note_facts(dimension=session.layout.numel)
                 last_first.callback(_even_if_interrupted, lambda: self._write_report(preparing.fit))
             last_first.callback(_even_if_interrupted, lambda: self._close_journal(completed=completed))

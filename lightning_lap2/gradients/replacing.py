@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import is_
 from types import ModuleType
 from typing import Any
@@ -110,3 +110,8 @@ class _Elsewhere(_Places):
                 setattr(owner, name, own)
             elif name in vars(owner):
                 delattr(owner, name)
+
+
+def replaced(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
+    """``owner.name`` is ``value`` inside; afterwards ``owner`` is as it was."""
+    return Replacements([(owner, name, lambda _: value)]).active()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
+from lightning_lap2.gradients.physical import held_here
 from lightning_lap2.gradients.state.walk import Node, kind
 
 # elements up to which a copy is kept
@@ -31,6 +32,7 @@ class Content:
     __slots__ = ("_kept", "_value", "_version")
 
     def __init__(self, value: Tensor | np.ndarray) -> None:
+        value = held_here(value) if isinstance(value, Tensor) else value
         self._value = value
         self._version = version(value)
         self._kept = _kept(value)
