@@ -221,14 +221,16 @@ class StepRunner:
         layout.begin_pass()
         if self.memory is None:
             self.memory = StateMemory(self.module)
+        guard: StateGuard | None = None
         watched = self._recorder.shadowing(layers)
-        with layout.meeting(total), watched, batch_statistics_refused(), torch.enable_grad():
-            guard = StateGuard(self.memory)
-            try:
+        try:
+            with layout.meeting(total), watched, batch_statistics_refused(), torch.enable_grad():
+                guard = StateGuard(self.memory)
                 traced = self._groups(call, layers, guard, layout, clipper, total if call.count else None)
-            except BaseException:
+        except BaseException:
+            if guard is not None:
                 guard.abandon()
-                raise
+            raise
         traces, tensors = [run.trace for _, run in traced], [run.tensors for _, run in traced]
         # what is logged may wait for other ranks, which have all left their steps
         replay = Replay(traces, tensors, call.count, [own for own, _ in traced], self._no_value, self._sums)
