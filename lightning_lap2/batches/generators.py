@@ -229,7 +229,7 @@ def _generators(roots: Iterable[Any]) -> tuple[list[tuple[dict[Any, Any], Any]],
             if not any(value is known for known in _GLOBAL):
                 found.append(value)
         elif isinstance(space, dict) and not _is_of_the_fit(value):
-            for key, held in itertools.islice(space.items(), _ENTRIES):
+            for key, held in itertools.islice(dict.items(space), _ENTRIES):
                 if isinstance(held, _KINDS) and id(held) not in seen:
                     seen.add(id(held))
                     slots.append((space, key))
@@ -244,7 +244,8 @@ _LIBRARIES = frozenset({"builtins", "torch", "lightning", "pytorch_lightning", "
 
 def _inside(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
-        yield from itertools.islice(value.values(), _ENTRIES)
+        # as it is: a class of its own may load modules when it is asked
+        yield from itertools.islice(dict.values(value), _ENTRIES)
     elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from itertools.islice(value, _ENTRIES)
     elif isinstance(value, functools.partial):

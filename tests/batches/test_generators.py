@@ -173,3 +173,25 @@ def test_a_generator_made_in_the_call_keeps_its_seed() -> None:
     keeper = SimpleNamespace(draw=lambda: float(np.random.default_rng(3).random()))
     own = OwnGenerators(keeper)
     assert _seeded(own, keeper, None) == _seeded(own, keeper, None)
+
+
+class _Lazy(dict[str, Any]):
+    def values(self) -> Any:
+        raise ValueError("loads what is not installed")
+
+    items = __iter__ = values
+
+
+def test_what_objects_hold_is_looked_at_without_asking_them() -> None:
+    """As the Auto classes of transformers keep their models; and functions made by ``exec`` have no module."""
+    made: dict[str, Any] = {}
+    exec("def function(): return rng.random()", {"rng": np.random.default_rng(0)}, made)
+    made["function"].__module__ = None
+    keeper = SimpleNamespace(lazy=_Lazy(mine=torch.Generator().manual_seed(0)), draw=made["function"])
+    own = OwnGenerators(keeper)
+
+    def draw() -> tuple[float, float]:
+        with private_generators(Entropy(b"key"), own=own):
+            return float(torch.rand((), generator=dict.__getitem__(keeper.lazy, "mine"))), float(keeper.draw())
+
+    assert draw() == draw()
