@@ -268,7 +268,7 @@ class _Seen:
 
     def __init__(self, memory: StateMemory, trainer: Any, data: Sequence[tuple[str, Any]]) -> None:
         self.data = DataState(data)
-        self._roots, (self._nodes, _) = memory.roots, memory.nodes()
+        self._roots, self._nodes = memory.roots, memory.nodes()
         self._values = {(id(n.live), key): (n.live, value) for n in self._nodes for key, value in n.items.items()}
         self._contents = {
             id(value): Content(value) for _, value in self._values.values() if isinstance(value, np.ndarray | Tensor)

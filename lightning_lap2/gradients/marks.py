@@ -24,7 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lap2.errors import IsolationError, UnsupportedModelError
 from lightning_lap2.gradients.lines import line_now
-from lightning_lap2.gradients.physical import carries_batch, held_here, innermost, requires_grad
+from lightning_lap2.gradients.physical import (
+    PLAIN_TENSORS,
+    carries_batch,
+    count_modes,
+    held_here,
+    innermost,
+    is_wrapped,
+    requires_grad,
+)
 
 _generations = itertools.count(1)
 RECORDS, UNKNOWN, DATA = 0, -1, -2
@@ -48,6 +56,7 @@ class Marks(TorchDispatchMode):
         nodes: the autograd nodes whose outputs hold values of examples and were read by some operation.
         slices: those among them whose outputs are of one example alone: where an operator has no batching rule,
             ``vmap`` runs it for one example after the other.
+        slicing: whether it has begun to.
     """
 
     def __init__(self, roots: Iterable[Tensor], *, vmapped: bool, graph: bool = False) -> None:
@@ -55,7 +64,7 @@ class Marks(TorchDispatchMode):
         self.generation = next(_generations)
         self.nodes: set[Any] = set()
         self.slices: set[Any] = set()
-        self._slicing = False
+        self.slicing = False
         self._vmapped, self._graph = vmapped, graph
         self._ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         for root in roots:
@@ -83,12 +92,32 @@ class Marks(TorchDispatchMode):
                 self._follow_slices(func, args, out)
         return out
 
+    def told(self, read: Iterable[Any]) -> bool:
+        """Of an operation that the mode is not to see, which reads these: whether it can be told, which it cannot of
+        tensors that a further transform has wrapped or that are of a class of their own.
+
+        Raises:
+            IsolationError: one of them was computed from examples by an earlier call of the step.
+        """
+        for value in read:
+            if isinstance(value, Tensor):
+                if type(value) not in PLAIN_TENSORS or is_wrapped(value):
+                    return False
+                self._read(value)
+        return True
+
+    def made(self, tensor: Tensor) -> None:
+        """Such an operation has made ``tensor`` from something that carries examples."""
+        setattr(_memory(tensor), _MARK, self.generation)
+        if self._graph and requires_grad(tensor):
+            self.nodes.add(tensor.grad_fn)
+
     def _follow_slices(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """The user's ``select(0, ...)`` is ``select(1, ...)`` below ``vmap``: only ``vmap`` itself takes the examples
         apart along dimension 0, and stacks what came out."""
         if func is _SELECT and args[1] == 0:
-            self._slicing = True
-        elif not self._slicing or func is _STACK or not any(_is_slice(t) for t in _tensors(args)):
+            self.slicing = True
+        elif not self.slicing or func is _STACK or not any(_is_slice(t) for t in _tensors(args)):
             return
         for tensor in _tensors(out):
             vars(_memory(tensor)).setdefault(_SLICES, set()).add(_place(tensor))
@@ -104,7 +133,7 @@ class Marks(TorchDispatchMode):
             raise _refusal(line_now(), mark)
         if self._graph and requires_grad(tensor):
             self.nodes.add(tensor.grad_fn)
-            if self._slicing and _is_slice(tensor):
+            if self.slicing and _is_slice(tensor):
                 self.slices.add(tensor.grad_fn)
         return True
 
@@ -119,6 +148,14 @@ class Marks(TorchDispatchMode):
 
 
 _active: list[Marks] = []
+
+
+def following() -> Marks | None:
+    """The marks that follow the examples now, where an operation can be hidden from the mode and told to it: no other
+    mode is active, and ``vmap`` does not take the examples apart."""
+    if not _active or count_modes() != 1 or _active[-1].slicing:
+        return None
+    return _active[-1]
 
 
 def known_clean(tensor: Tensor) -> bool:

@@ -10,18 +10,23 @@ Nothing here is documented by torch. An engine is refused where a name that it n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 import torch._functorch.autograd_function
 import torch._functorch.eager_transforms
+import torch.overrides
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import has_torch_function
 
 from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.gradients.replacing import Replacements
 
 _C: Any = torch._C._functorch
 
@@ -34,6 +39,9 @@ _VMAP = (
 _GHOST = (
     *("_C._functorch." + name for name in ("maybe_get_level", "maybe_get_bdim", "_add_batch_dim")),
     *("_C._functorch." + name for name in ("pop_dynamic_layer_stack", "push_dynamic_layer_stack")),
+    *("_C._functorch." + name for name in ("_vmap_increment_nesting", "_vmap_decrement_nesting", "_remove_batch_dim")),
+    *("_C." + name for name in ("_len_torch_dispatch_stack", "_DisableTorchDispatch")),
+    "overrides._get_current_function_mode_stack",
     *("_VF." + cell for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in (kind, kind + "_cell")),
     "utils.checkpoint.CheckpointFunction",
     *("nn.modules.module." + name for name in ("_global_backward_hooks", "_global_backward_pre_hooks")),
@@ -122,14 +130,84 @@ def whole(physical: Tensor) -> Tensor:
     return batched
 
 
+@cache
+def _load_rules() -> None:
+    """Torch registers some of its batching rules when ``vmap`` is called for the first time."""
+    torch.func.vmap(torch.clone)(torch.zeros(1))
+
+
+def for_all(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], count: int) -> list[Tensor]:
+    """What ``torch.func.vmap(function, randomness="different")(*inputs)`` gives, without its search through containers:
+    ``[count, ...]`` for each tensor that ``function`` returns.
+
+    Raises:
+        ValueError: there are no inputs.
+    """
+    if not inputs:
+        raise ValueError("there is no tensor in an example's batch")
+    _load_rules()
+    level = _C._vmap_increment_nesting(count, "different")
+    try:
+        outputs = function(*[_C._add_batch_dim(tensor, 0, level) for tensor in inputs])
+        return [_C._remove_batch_dim(tensor, level, count, 0) for tensor in outputs]
+    finally:
+        _C._vmap_decrement_nesting()
+
+
+def leave_vmap() -> Any:
+    """Leaves the innermost ``vmap``: torch is then called for physical tensors."""
+    return _C.pop_dynamic_layer_stack()
+
+
+def enter_vmap_again(layer: Any) -> None:
+    """The inverse of :func:`leave_vmap`, given what that returned."""
+    _C.push_dynamic_layer_stack(layer)
+
+
 @contextmanager
 def outside() -> Iterator[None]:
-    """Inside, the innermost ``vmap`` is left: torch is called for physical tensors."""
-    layer = _C.pop_dynamic_layer_stack()
+    """Inside, the innermost ``vmap`` is left."""
+    layer = leave_vmap()
     try:
         yield
     finally:
-        _C.push_dynamic_layer_stack(layer)
+        enter_vmap_again(layer)
+
+
+def count_modes() -> int:
+    """How many dispatch modes are active."""
+    return int(torch._C._len_torch_dispatch_stack())
+
+
+def unseen_by_modes() -> Any:
+    """Operations are seen by no dispatch mode while the returned object lives."""
+    return torch._C._DisableTorchDispatch()
+
+
+PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+"""Classes that do nothing of their own."""
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def torchs_own(function: Any) -> bool:
+    """Whether a function comes with torch, and is not one that the user has put in its place."""
+    if getattr(function, "__module__", "").startswith("lightning_lap2."):
+        function = getattr(function, "__wrapped__", function)  # what stands in for it is ours
+    if isinstance(function, BuiltinFunctionType):
+        return (function.__module__ or "").partition(".")[0] == "torch"
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename.startswith(_TORCH)
+
+
+def seen_by_users(operands: Sequence[Any]) -> bool:
+    """Whether an operation on these, outside ``vmap``, would be shown to code of the user's: a function mode that is
+    active, or a class of tensors."""
+    if not has_torch_function(operands):
+        return False
+    modes = [type(mode) for mode in torch.overrides._get_current_function_mode_stack()]
+    return any(mode.__module__.partition(".")[0] != "torch" for mode in modes) or any(
+        hasattr(type(value), "__torch_function__") and type(value) not in PLAIN_TENSORS for value in operands
+    )
 
 
 recurrent_functions: Any = torch._VF
@@ -198,44 +276,31 @@ def no_fallback() -> Iterator[None]:
         _C._set_vmap_fallback_enabled(True)
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``owner.name`` is ``value`` inside; afterwards ``owner`` is as it was, an inherited attribute inherited again."""
-    absent = object()
-    before = vars(owner).get(name, absent)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is absent:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+def _generator(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    yield
 
 
-@contextmanager
-def plain_checkpoints() -> Iterator[None]:
-    """``torch.utils.checkpoint`` calls the function and keeps its activations. The gradients are the same; what would
-    be computed again could not be caught on the way."""
-
-    def generator(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-        yield
-
-    class Reentrant:
-        @staticmethod
-        def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-            return function(*args)
-
-    with ExitStack() as undo:
-        for name in _GENERATORS:
-            if hasattr(torch.utils.checkpoint, name):
-                undo.enter_context(replaced(torch.utils.checkpoint, name, generator))
-        undo.enter_context(replaced(torch.utils.checkpoint, "CheckpointFunction", Reentrant))
-        yield
+class _Reentrant:
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        return function(*args)
 
 
 _GENERATORS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
 """What ``torch.utils.checkpoint`` calls; torch 2.14 has both and calls the second."""
+
+plain_checkpoints = Replacements(
+    [
+        *(
+            (torch.utils.checkpoint, name, lambda _: _generator)
+            for name in _GENERATORS
+            if hasattr(torch.utils.checkpoint, name)
+        ),
+        (torch.utils.checkpoint, "CheckpointFunction", lambda _: _Reentrant),
+    ]
+).active
+"""Inside, ``torch.utils.checkpoint`` calls the function and keeps its activations. The gradients are the same; what
+would be computed again could not be caught on the way."""
 
 
 def _checkpoints_are_plain() -> bool:
@@ -253,16 +318,12 @@ def _checkpoints_are_plain() -> bool:
     return len(runs) == 2
 
 
-@contextmanager
-def replaced_views_of_all(rule: Callable[..., Any], unwrap: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``rule`` is called in place of a batching rule of the user's (``autograd.Function.vmap``,
-    ``torch.library.register_vmap``), and ``unwrap`` by ``torch.func.debug_unwrap``: either would be handed the
-    examples of the whole batch."""
-    with ExitStack() as undo:
-        # what both kinds of rules are handed first; rules that torch generates are not
-        undo.enter_context(replaced(torch._functorch.autograd_function, "VmapInfo", rule))
-        undo.enter_context(replaced(torch._functorch.eager_transforms, "get_unwrapped", unwrap))
-        yield
+HANDED_TO_RULES: tuple[Any, str] = (torch._functorch.autograd_function, "VmapInfo")
+"""What a batching rule of the user's (``autograd.Function.vmap``, ``torch.library.register_vmap``) is handed first,
+with the examples of the whole batch; rules that torch generates are not."""
+
+UNWRAPS: tuple[Any, str] = (torch._functorch.eager_transforms, "get_unwrapped")
+"""What ``torch.func.debug_unwrap`` calls, which would return them."""
 
 
 def backward_hooks(module: torch.nn.Module) -> bool:

@@ -28,7 +28,7 @@ import copy
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.gradients.tracing import layers_of
 from lightning_lap2.gradients.values import Number
 
 
@@ -348,6 +349,7 @@ class Recorder:
         self.module = module
         self.trace = Trace()
         self.names: set[str] = set()
+        self._made: dict[int, tuple[nn.Module, dict[str, Callable[..., Any]]]] = {}
         self._unused = {id(m): _copied(m) for m in module.modules() if isinstance(m, Metric | MetricCollection)}
 
     def begin(self) -> Trace:
@@ -355,12 +357,22 @@ class Recorder:
         return self.trace
 
     @contextmanager
-    def shadowing(self) -> Iterator[None]:
-        """Records instead of logging, inside; afterwards every attribute is as it was."""
+    def shadowing(self, layers: Iterable[nn.Module] | None = None) -> Iterator[None]:
+        """Records instead of logging, inside; afterwards every attribute is as it was.
+
+        Args:
+            layers: all of the module, where they are known.
+        """
         undo: list[tuple[nn.Module, str, Any]] = []
+        # what stands in stays the same object from step to step: to the state's guard nothing has changed then
+        self._made = {
+            id(owner): self._made.get(id(owner)) or (owner, self._stand_ins(owner))
+            for owner in (layers_of(self.module) if layers is None else layers)
+            if _logs(owner)
+        }
         try:
-            for owner in self.module.modules():
-                for name, stand_in in self._stand_ins(owner).items():
+            for owner, stand_ins in self._made.values():
+                for name, stand_in in stand_ins.items():
                     undo.append((owner, name, owner.__dict__.get(name, undo)))
                     owner.__dict__[name] = stand_in
             yield
@@ -374,12 +386,10 @@ class Recorder:
     def _stand_ins(self, owner: nn.Module) -> dict[str, Callable[..., Any]]:
         if isinstance(owner, Metric | MetricCollection):
             return {name: self._metric_stand_in(owner, name) for name in ("update", "forward", "compute", "reset")}
-        if callable(getattr(owner, "log", None)) and callable(getattr(owner, "log_dict", None)):
-            return {
-                "log": lambda *args, **kwargs: self._log(owner, _arguments(owner, "log", args, kwargs)),
-                "log_dict": lambda *args, **kwargs: self._log_dict(owner, _arguments(owner, "log_dict", args, kwargs)),
-            }
-        return {}
+        return {
+            "log": lambda *args, **kwargs: self._log(owner, _arguments(owner, "log", args, kwargs)),
+            "log_dict": lambda *args, **kwargs: self._log_dict(owner, _arguments(owner, "log_dict", args, kwargs)),
+        }
 
     def _metric_stand_in(self, metric: nn.Module, method: str) -> Callable[..., Any]:
         def stand_in(*args: Any, **kwargs: Any) -> MetricValue | None:
@@ -410,6 +420,23 @@ class Recorder:
             return
         for name, value in dictionary.items():
             self._log(owner, {"name": name, "value": value, **options})
+
+
+def _logs(owner: nn.Module) -> bool:
+    """Whether calls of a module are recorded."""
+    if isinstance(owner, Metric | MetricCollection):
+        return True
+    if _keeps_attributes(type(owner)) and not (
+        # the same as below, where asking takes a tenth of the time
+        "log" in owner.__dict__ or "log" in owner._modules or "log" in owner._parameters or "log" in owner._buffers
+    ):
+        return False
+    return callable(getattr(owner, "log", None)) and callable(getattr(owner, "log_dict", None))
+
+
+def _keeps_attributes(kind: Any) -> bool:
+    """Whether a class of modules has no ``log``, and finds attributes as ``nn.Module`` does."""
+    return kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, "log")
 
 
 def _copied(metric: nn.Module) -> nn.Module | None:

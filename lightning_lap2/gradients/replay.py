@@ -6,6 +6,7 @@ See :mod:`lightning_lap2.gradients.recorder` for what becomes of each kind of va
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -198,6 +199,9 @@ class Replay:
         if summed is not False and not values.dtype.is_floating_point and values.dtype != torch.bool:
             return values.sum() * min(self.count, 1)
         wide = values if values.dtype == torch.float64 else values.float()
+        total = wide.sum()
+        if self.count and math.isfinite(total.item()):  # then all of them are
+            return total if summed else total / len(wide)
         finite = torch.isfinite(wide)
         wide = torch.where(finite, wide, 0.0) if bool(finite.any()) or self.count == 0 else wide
         total = wide.sum()

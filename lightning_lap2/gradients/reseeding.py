@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.gradients.replacing import Replacements
 
 # torch's own code may save and restore states (checkpoints do), and so does the private seeding
 _TRUSTED = ("torch.", "lightning_lap2.")
@@ -37,25 +38,7 @@ _NAMES: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
 )
 
 
-@contextmanager
-def reseeding_refused() -> Iterator[None]:
-    """Inside, the global generators can be drawn from and nothing else.
-
-    Raises:
-        UnsupportedModelError: in the user's code, naming the function.
-    """
-    before = [(owner, name, getattr(owner, name)) for owner, _, names in _NAMES for name in names]
-    for owner, path, names in _NAMES:
-        for name in names:
-            setattr(owner, name, _refusing(getattr(owner, name), f"{path}.{name}"))
-    try:
-        yield
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)
-
-
-def _refusing(function: Callable[..., Any], path: str) -> Callable[..., Any]:
+def _refusing(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if f"{caller}.".startswith(_TRUSTED) or caller == "contextlib":
@@ -67,3 +50,10 @@ def _refusing(function: Callable[..., Any], path: str) -> Callable[..., Any]:
         )
 
     return refuse
+
+
+reseeding_refused = Replacements(
+    [(owner, name, partial(_refusing, f"{path}.{name}")) for owner, path, names in _NAMES for name in names]
+).active
+"""Inside, the global generators can be drawn from and nothing else; what else is called, raises
+:class:`UnsupportedModelError` in the user's code, naming the function."""

@@ -30,6 +30,7 @@ from lightning_lap2.gradients.stepcall import StepCall
 from lightning_lap2.gradients.tracing import (
     batch_dimension_kept,
     batch_statistics_refused,
+    layers_of,
     refuse_batch_norm,
     refuse_layers,
 )
@@ -69,6 +70,7 @@ class UserStep:
     Attributes:
         places: numbers in the draw of the examples that this step is for.
         module: the user's module.
+        layers: all of it, as the batch found them.
         call: what the fit asks for.
         trace: of the latest run.
         may_repeat: whether an engine may have to run the user's code twice on the same examples, for which it then
@@ -78,10 +80,11 @@ class UserStep:
     may_repeat = True
 
     def __init__(
-        self, module: nn.Module, call: StepCall, places: Sequence[int], recorder: Recorder, guard: StateGuard,
-        forward: _Forward, entropy: Entropy, own: OwnGenerators, layout: ParameterLayout,
+        self, module: nn.Module, layers: Sequence[nn.Module], call: StepCall, places: Sequence[int],
+        recorder: Recorder, guard: StateGuard, forward: _Forward, entropy: Entropy, own: OwnGenerators,
+        layout: ParameterLayout,
     ) -> None:  # fmt: skip
-        self.module, self.call, self.places = module, call, places
+        self.module, self.layers, self.call, self.places = module, layers, call, places
         self._recorder, self._guard, self._forward = recorder, guard, forward
         self._entropy, self._own, self._layout = entropy, own, layout
         self._reading = Reading()
@@ -216,26 +219,25 @@ class StepRunner:
             UnsupportedModelError: no engine takes some group; by the last of them, naming the layer, line or setting
                 and what to use instead.
         """
-        refuse_layers(self.module, vmapped=False)
+        layers = layers_of(self.module)
+        refuse_layers(self.module, layers, vmapped=False)
         if self.memory is None:
             self.memory = StateMemory(self.module)
         if "eval" not in self.memory.names:
-            refuse_batch_norm(self.module)
+            refuse_batch_norm(self.module, layers)
         if layout is not self._layout:
             # what an engine can do depends on what trains
             self._layout, self._first, self._settled = layout, {}, set()
         layout.begin_pass()
-        guard = StateGuard(self.memory)
+        guard: StateGuard | None = None
+        watched = self._recorder.shadowing(layers)
         try:
-            with (
-                layout.meeting(total),
-                self._recorder.shadowing(),
-                batch_statistics_refused(self.module),
-                torch.enable_grad(),
-            ):
-                traced = self._groups(call, guard, layout, clipper, total if call.count else None)
+            with layout.meeting(total), watched, batch_statistics_refused(self.module), torch.enable_grad():
+                guard = StateGuard(self.memory)
+                traced = self._groups(call, layers, guard, layout, clipper, total if call.count else None)
         except BaseException:
-            guard.abandon()
+            if guard is not None:
+                guard.abandon()
             raise
         traces, tensors = [run.trace for _, run in traced], [run.tensors for _, run in traced]
         # what is logged may wait for other ranks, which have all left their steps
@@ -252,14 +254,20 @@ class StepRunner:
         return output
 
     def _groups(
-        self, call: StepCall, guard: StateGuard, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
+        self,
+        call: StepCall,
+        layers: Sequence[nn.Module],
+        guard: StateGuard,
+        layout: ParameterLayout,
+        clipper: Clipper,
+        total: Tensor | None,
     ) -> list[tuple[Sequence[int], Traced]]:
         """What was recorded of all groups, each run with the places of its examples."""
-        entropy = Entropy(call.key)
+        batch, entropy = call.examples, Entropy(call.key)
         traced: list[tuple[Sequence[int], Traced]] = []
-        for group, places in zip(call.examples.groups, call.examples.order, strict=True):
+        for group, places in zip(batch.groups, batch.order, strict=True):
             step = UserStep(
-                self.module, call, places, self._recorder, guard, self._forward, entropy, self._own, layout
+                self.module, layers, call, places, self._recorder, guard, self._forward, entropy, self._own, layout
             )  # fmt: skip
             with batch_dimension_kept(group.rows_each):
                 traced += self._group(group, step, layout, clipper, total)

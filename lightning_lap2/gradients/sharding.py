@@ -35,7 +35,8 @@ from lightning_lap2.errors import UnsupportedModelError, UnsupportedSettingError
 from lightning_lap2.gradients.exchange import Exchange
 from lightning_lap2.gradients.marks import unmark
 from lightning_lap2.gradients.parameters import ParameterLayout
-from lightning_lap2.gradients.physical import functorch_left, recorded, replaced, replicas_of
+from lightning_lap2.gradients.physical import functorch_left, recorded, replicas_of
+from lightning_lap2.gradients.replacing import replaced
 
 
 class Sharding:

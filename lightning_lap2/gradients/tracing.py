@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from types import FrameType
 from typing import Any, NoReturn
@@ -28,7 +28,8 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.lines import line_of
 from lightning_lap2.gradients.marks import known_clean
-from lightning_lap2.gradients.physical import carries_batch, is_wrapped, quiet_fallback, replaced
+from lightning_lap2.gradients.physical import carries_batch, is_wrapped, quiet_fallback
+from lightning_lap2.gradients.replacing import Replacements
 
 
 def is_traced(value: Any) -> bool:
@@ -39,33 +40,35 @@ def is_traced(value: Any) -> bool:
 # --- refused by name -------------------------------------------------------------------------------------------------
 
 
-def refuse_layers(module: nn.Module, *, vmapped: bool) -> list[nn.Module]:
+def refuse_layers(module: nn.Module, layers: Iterable[nn.Module], *, vmapped: bool) -> None:
     """Raises for layers that mix examples, that write what no noise protects, or that ``vmap`` cannot run; for
     BatchNorm see :func:`refuse_batch_norm`.
 
-    Returns all layers, as :func:`layers_of`.
+    Args:
+        layers: all of ``module``, see :func:`layers_of`.
 
     Raises:
         UnsupportedModelError: naming the layer and what to use instead.
     """
-    layers = layers_of(module)
     for layer in layers:
         if not isinstance(layer, _REFUSABLE):
             continue
         reason = layer_refusal(layer, vmapped=vmapped)
         if reason is not None:
             raise _refused(module, layer, reason)
-    return layers
 
 
-def refuse_batch_norm(module: nn.Module) -> None:
+def refuse_batch_norm(module: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Raises for a BatchNorm in train mode. Where a step switches modes itself, :func:`batch_statistics_refused` sees
     what it is called with.
+
+    Args:
+        layers: all of ``module``, see :func:`layers_of`.
 
     Raises:
         UnsupportedModelError: naming the layer and what to use instead.
     """
-    for layer in layers_of(module):
+    for layer in layers:
         if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
             raise _refused(module, layer, _BATCH_NORM)
 
@@ -127,6 +130,10 @@ def layer_refusal(layer: nn.Module, *, vmapped: bool) -> str | None:
     return None
 
 
+_modules: list[nn.Module] = []
+"""The user's module whose step runs."""
+
+
 @contextmanager
 def batch_statistics_refused(module: nn.Module) -> Iterator[None]:
     """Inside, the functional forms of what :func:`refuse_layers` and :func:`refuse_batch_norm` refuse raise too.
@@ -134,23 +141,23 @@ def batch_statistics_refused(module: nn.Module) -> Iterator[None]:
     A custom layer may call ``F.batch_norm`` itself; its kernel writes the running statistics without counting it as a
     write, so nothing else would notice.
     """
-    before = torch.batch_norm, torch.instance_norm
-    torch.batch_norm, torch.instance_norm = (_no_batch_statistics(original, module) for original in before)
+    _modules.append(module)
     try:
-        # torch refuses a batch of one in its own words before it gets to torch.batch_norm
-        with replaced(F, "batch_norm", _named_first(F.batch_norm, module)):
+        with _statistics.active():
             yield
     finally:
-        torch.batch_norm, torch.instance_norm = before
+        _modules.pop()
 
 
-def _named_first(original: Callable[..., Tensor], module: nn.Module) -> Callable[..., Tensor]:
+def _named_first(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Torch refuses a batch of one in its own words before it gets to ``torch.batch_norm``."""
+
     def batch_norm(
         input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
         bias: Tensor | None = None, training: bool = False, *args: Any, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        if training and running_mean is not None:
-            _refuse_own_layer(module, running_mean)
+        if training and running_mean is not None and _modules:
+            _refuse_own_layer(_modules[-1], running_mean)
         return original(input, running_mean, running_var, weight, bias, training, *args, **kwargs)
 
     return batch_norm
@@ -163,7 +170,7 @@ def _refuse_own_layer(module: nn.Module, running_mean: Tensor) -> None:
             raise _refused(module, layer, _BATCH_NORM)
 
 
-def _no_batch_statistics(original: Callable[..., Tensor], module: nn.Module) -> Callable[..., Tensor]:
+def _no_batch_statistics(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     name = original.__name__
 
     def norm(*args: Any, **kwargs: Any) -> Tensor:
@@ -173,8 +180,8 @@ def _no_batch_statistics(original: Callable[..., Tensor], module: nn.Module) -> 
         if uses_own and name == "batch_norm" and args[3] is None and known_clean(args[0]):
             return original(*args, **kwargs)  # of a weight: standardised by its own statistics
         if uses_own and (name == "batch_norm" or args[3] is not None):
-            if args[3] is not None:
-                _refuse_own_layer(module, args[3])
+            if args[3] is not None and _modules:
+                _refuse_own_layer(_modules[-1], args[3])
             raise UnsupportedModelError(
                 f"F.{name} is called with the batch's statistics: it mixes examples or writes running statistics that "
                 "no noise protects. Use F.group_norm, or training=False with statistics that do not change"
@@ -183,6 +190,7 @@ def _no_batch_statistics(original: Callable[..., Tensor], module: nn.Module) -> 
             return _by_known_statistics(*args[:5], eps=args[7])
         return original(*args, **kwargs)
 
+    norm.__wrapped__ = original  # type: ignore[attr-defined]
     return norm
 
 
@@ -208,8 +216,15 @@ def _by_known_statistics(
     return (y if bias is None else y + bias[over]).to(x.dtype)
 
 
-@contextmanager
-def batch_dimension_kept(rows: int) -> Iterator[None]:
+_statistics = Replacements(
+    [
+        *((torch, name, _no_batch_statistics) for name in ("batch_norm", "instance_norm")),
+        (F, "batch_norm", _named_first),
+    ]
+)
+
+
+def batch_dimension_kept(rows: int) -> AbstractContextManager[None]:
     """Inside, ``squeeze()`` without a dimension keeps a leading dimension of one.
 
     Among several examples it keeps the batch dimension, and code relies on that; for one example alone torch takes that
@@ -218,13 +233,7 @@ def batch_dimension_kept(rows: int) -> Iterator[None]:
     Args:
         rows: of an example's batch; from two on there is nothing to do.
     """
-    if rows != 1:
-        yield
-        return
-    with ExitStack() as undo:
-        for owner, name in ((torch, "squeeze"), (Tensor, "squeeze"), (Tensor, "squeeze_")):
-            undo.enter_context(replaced(owner, name, _keeping(getattr(owner, name))))
-        yield
+    return _squeezing.active() if rows == 1 else nullcontext()
 
 
 def _keeping(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -236,6 +245,11 @@ def _keeping(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return squeeze
 
 
+_squeezing = Replacements(
+    [(owner, name, _keeping) for owner, name in ((torch, "squeeze"), (Tensor, "squeeze"), (Tensor, "squeeze_"))]
+)
+
+
 # --- ways through vmap -----------------------------------------------------------------------------------------------
 
 
@@ -243,31 +257,31 @@ _FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")
 
 
 @contextmanager
-def traceable(module: nn.Module) -> Iterator[None]:
-    """Inside, code that fails under ``vmap`` without need runs; afterwards nothing is left patched."""
-    with ExitStack() as undo:
-        undo.enter_context(quiet_fallback())
-        undo.enter_context(replaced(F, "one_hot", _one_hot(F.one_hot)))
-        undo.enter_context(replaced(torch.inference_mode, "__enter__", _without_gradient))
-        masking = sys.modules.get("transformers.masking_utils")
-        if masking is not None and "is_tracing" in vars(masking):  # transformers 5
-            undo.enter_context(replaced(masking, "is_tracing", _is_tracing(masking.is_tracing)))
-        undo.enter_context(_without_checks())
-        for layer in layers_of(module):
-            if isinstance(layer, nn.RNNBase):
-                # its forward collects the parameters it finds, which may be traced ones
-                undo.callback(vars(layer).update, {name: vars(layer)[name] for name in _FLAT_WEIGHTS})
-        yield
+def traceable(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, code that fails under ``vmap`` without need runs; afterwards nothing is left patched.
+
+    Args:
+        layers: all of the user's module.
+    """
+    recurrent = [vars(layer) for layer in layers if isinstance(layer, nn.RNNBase)]
+    # their forward collects the parameters it finds, which may be traced ones
+    flat = [(attributes, {name: attributes[name] for name in _FLAT_WEIGHTS}) for attributes in recurrent]
+    with quiet_fallback(), _libraries(len(sys.modules)).active():
+        try:
+            yield
+        finally:
+            for attributes, before in flat:
+                attributes.update(before)
 
 
 @contextmanager
-def way_through(module: nn.Module, device: torch.device) -> Iterator[None]:
+def way_through(layers: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """:func:`traceable` for ``vmap(grad(...))``."""
-    with traceable(module), ExitStack() as undo:
+    with traceable(layers), ExitStack() as undo:
         if device.type == "cpu":
             # the CPU's fused attention has no batching rule: it would run one example at a time
             undo.enter_context(sdpa_kernel(SDPBackend.MATH))
-        for layer in layers_of(module):
+        for layer in layers:
             if isinstance(layer, nn.RNNBase | nn.RNNCellBase):
                 handle = layer.register_forward_pre_hook(_batched_state, with_kwargs=True)
                 undo.callback(handle.remove)
@@ -304,34 +318,28 @@ def _one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return one_hot
 
 
-@contextmanager
-def _without_checks() -> Iterator[None]:
-    """Inside, libraries do not ask for values, or make tensors of one example, where there is no need.
+@lru_cache(maxsize=1)
+def _libraries(_modules: int) -> Replacements:
+    """What libraries do otherwise inside, so that they neither ask for values nor make tensors of one example where
+    there is no need; searched anew when modules were loaded.
 
     torchmetrics' functional metrics check their arguments by value (``torch.unique``); torch's distributions draw
     normal numbers into a tensor without the examples' dimension.
     """
-    found = _checks(len(sys.modules))
-    try:
-        for module, name, _, instead in found:
-            setattr(module, name, instead)
-        yield
-    finally:
-        for module, name, before, _ in found:
-            setattr(module, name, before)
-
-
-@lru_cache(maxsize=1)
-def _checks(_modules: int) -> list[tuple[Any, str, Any, Any]]:
-    """Home, name, function and what stands in for it; searched anew when modules were loaded."""
-    found: list[tuple[Any, str, Any, Any]] = []
+    found: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (F, "one_hot", _one_hot),
+        (torch.inference_mode, "__enter__", lambda _: _without_gradient),
+    ]
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is not None and "is_tracing" in vars(masking):  # transformers 5
+        found.append((masking, "is_tracing", _is_tracing))
     for home, module in list(sys.modules.items()):
-        for name, function in list(vars(module).items()) if home.startswith(_LIBRARIES) else ():
+        for name in list(vars(module)) if home.startswith(_LIBRARIES) else ():
             if _VALIDATION.fullmatch(name):
-                found.append((module, name, function, _unchecked(function)))
+                found.append((module, name, _unchecked))
             elif name == "_standard_normal":
-                found.append((module, name, function, _standard_normal))
-    return found
+                found.append((module, name, lambda _: _standard_normal))
+    return Replacements(found)
 
 
 _LIBRARIES = ("torchmetrics.functional.", "torch.distributions.")

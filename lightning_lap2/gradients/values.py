@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_lap2.gradients.physical import carries_batch, current_level, innermost, is_wrapped, replaced
+from lightning_lap2.gradients.physical import carries_batch, current_level, innermost, is_wrapped
+from lightning_lap2.gradients.replacing import Replacements
 
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "__bool__": bool, "__float__": float, "__int__": int, "__index__": operator.index, "__complex__": complex,
@@ -47,14 +48,14 @@ class Reading:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Inside, tensors that carry examples give their values as described above."""
-        with ExitStack() as undo:
-            for name in _CONVERSIONS:
-                undo.enter_context(replaced(Tensor, name, self._python(getattr(Tensor, name))))
-            undo.enter_context(replaced(Tensor, "item", self._item(Tensor.item)))
-            undo.enter_context(replaced(Tensor, "tolist", self._tolist(Tensor.tolist)))
-            yield
+        _active.append(self)
+        try:
+            with _methods.active():
+                yield
+        finally:
+            _active.remove(self)
 
-    def _ours(self, tensor: Tensor) -> bool:
+    def ours(self, tensor: Tensor) -> bool:
         """Whether the engine's transforms alone stand between ``tensor`` and its values."""
         return is_wrapped(tensor) and current_level() == self._level
 
@@ -76,31 +77,44 @@ class Reading:
             self.agreed = True
         return values[0].item()
 
-    def _python(self, original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        convert = _CONVERSIONS[original.__name__]
 
-        def method(tensor: Tensor) -> Any:
-            return convert(self.value(tensor)) if self._ours(tensor) else original(tensor)
+_active: list[Reading] = []
 
-        return method
 
-    def _item(self, original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        def item(tensor: Tensor) -> Any:
-            if not self._ours(tensor) or tensor.numel() != 1:
-                return original(tensor)
-            if not carries_batch(tensor):
-                return original(innermost(tensor))
-            return Number(tensor.detach().reshape(()), self)
+def _python(original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    convert = _CONVERSIONS[original.__name__]
 
-        return item
+    def method(tensor: Tensor) -> Any:
+        reading = _active[-1]
+        return convert(reading.value(tensor)) if reading.ours(tensor) else original(tensor)
 
-    def _tolist(self, original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        def tolist(tensor: Tensor) -> Any:
-            if not self._ours(tensor):
-                return original(tensor)
-            return tensor.item() if tensor.dim() == 0 else [row.tolist() for row in tensor]
+    return method
 
-        return tolist
+
+def _item(original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def item(tensor: Tensor) -> Any:
+        reading = _active[-1]
+        if not reading.ours(tensor) or tensor.numel() != 1:
+            return original(tensor)
+        if not carries_batch(tensor):
+            return original(innermost(tensor))
+        return Number(tensor.detach().reshape(()), reading)
+
+    return item
+
+
+def _tolist(original: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def tolist(tensor: Tensor) -> Any:
+        if not _active[-1].ours(tensor):
+            return original(tensor)
+        return tensor.item() if tensor.dim() == 0 else [row.tolist() for row in tensor]
+
+    return tolist
+
+
+_methods = Replacements(
+    [*((Tensor, name, _python) for name in _CONVERSIONS), (Tensor, "item", _item), (Tensor, "tolist", _tolist)]
+)
 
 
 class Number:

@@ -79,12 +79,12 @@ class VmapEngine(Engine):
     ) -> list[Traced]:
         """See :meth:`Engine.add_clipped`."""
         check_torch(self.name)
-        refuse_layers(self.module, vmapped=True)
+        refuse_layers(self.module, step.layers, vmapped=True)
         chunk = self.chunk_size or self._chunk_size(examples.count, layout)
         names, traced = step.slot_names(layout), []
         # a sum of its own where a later chunk may still be refused
         own = total if total is None or examples.count <= chunk else torch.zeros_like(total)
-        with way_through(self.module, layout.device):
+        with way_through(step.layers, layout.device):
             for start in range(0, examples.count, chunk):
                 part = examples if chunk >= examples.count else examples.apart(start, start + chunk)
                 gradients, found = self._chunk(part, step, names, layout)

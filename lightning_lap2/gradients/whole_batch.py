@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients import physical
+from lightning_lap2.gradients.replacing import Replacements
 
 _AUTO = "Use engine='auto', which goes on to an engine that runs it"
 
@@ -26,17 +27,14 @@ def _refuses(what: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-@contextmanager
-def seen_by_rules_refused() -> Iterator[None]:
-    """For every engine that runs under ``vmap``: batching rules of the user's, looks behind ``vmap``, and dispatch
-    modes that the step enters, which work below it."""
-    rule = _refuses(
-        "calls an operation with a batching rule of its own (autograd.Function.vmap, register_vmap), which is handed "
-        "the examples of the whole batch and could mix them; generate_vmap_rule = True is fine"
-    )
-    unwrap = _refuses("looks behind vmap (torch.func.debug_unwrap), where the examples of the whole batch lie")
-    enter = TorchDispatchMode.__enter__
+_rule = _refuses(
+    "calls an operation with a batching rule of its own (autograd.Function.vmap, register_vmap), which is handed "
+    "the examples of the whole batch and could mix them; generate_vmap_rule = True is fine"
+)
+_unwrap = _refuses("looks behind vmap (torch.func.debug_unwrap), where the examples of the whole batch lie")
 
+
+def _entering(enter: Callable[[TorchDispatchMode], Any]) -> Callable[[TorchDispatchMode], Any]:
     def enter_known(mode: TorchDispatchMode) -> Any:
         if type(mode).__module__.partition(".")[0] != "torch":
             _refuses(
@@ -44,14 +42,22 @@ def seen_by_rules_refused() -> Iterator[None]:
             )()
         return enter(mode)
 
-    with ExitStack() as undo:
-        undo.enter_context(physical.replaced_views_of_all(rule, unwrap))
-        undo.enter_context(physical.replaced(TorchDispatchMode, "__enter__", enter_known))
-        yield
+    return enter_known
+
+
+seen_by_rules_refused = Replacements(
+    [
+        (*physical.HANDED_TO_RULES, lambda _: _rule),
+        *([(*physical.UNWRAPS, lambda _: _unwrap)] if hasattr(*physical.UNWRAPS) else []),
+        (TorchDispatchMode, "__enter__", _entering),
+    ]
+).active
+"""For every engine that runs under ``vmap``: batching rules of the user's, looks behind ``vmap``, and dispatch modes
+that the step enters, which work below it."""
 
 
 @contextmanager
-def seen_by_backward_refused(layers: list[nn.Module]) -> Iterator[None]:
+def seen_by_backward_refused(layers: Iterable[nn.Module]) -> Iterator[None]:
     """For an engine that runs one backward pass for all examples: what looks into it.
 
     Raises:
@@ -69,10 +75,7 @@ def seen_by_backward_refused(layers: list[nn.Module]) -> Iterator[None]:
         "torch.autograd.graph.saved_tensors_hooks (or save_on_cpu) would be handed what the backward pass keeps of all "
         "examples together"
     )
-    with ExitStack() as undo:
-        undo.enter_context(torch.autograd.graph.disable_saved_tensors_hooks(saved))
-        undo.enter_context(physical.replaced(Tensor, "requires_grad", property(_requires_grad, _set_requires_grad)))
-        undo.enter_context(physical.replaced(Tensor, "register_hook", _register_hook(Tensor.register_hook)))
+    with torch.autograd.graph.disable_saved_tensors_hooks(saved), _looked_through.active():
         yield
 
 
@@ -92,3 +95,11 @@ def _register_hook(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(tensor, hook)
 
     return register_hook
+
+
+_looked_through = Replacements(
+    [
+        (Tensor, "requires_grad", lambda _: property(_requires_grad, _set_requires_grad)),
+        (Tensor, "register_hook", _register_hook),
+    ]
+)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from lightning_lap2.batches.generators import Entropy, OwnGenerators, private_generators, seeded_generators
@@ -64,6 +65,44 @@ def test_generators_are_put_back_after_an_error() -> None:
     except ValueError:
         pass
     assert torch.equal(torch.cat([first, torch.rand(1)]), want)
+
+
+@pytest.mark.parametrize("inside", [0, 1, 2, 3])
+@pytest.mark.parametrize("between", [0, 1, 2, 3])
+@pytest.mark.parametrize("reseeded", [False, True])
+def test_numpys_generator_goes_on_outside_as_if_nothing_had_been_in_between(
+    inside: int, between: int, reseeded: bool
+) -> None:
+    """Normal numbers come in pairs, of which the second is kept; what is known of the state is asked for again."""
+
+    def numbers(private: bool) -> list[float]:
+        np.random.seed(3)  # noqa: NPY002
+        found: list[float] = []
+        for step in range(4):
+            if reseeded and step == 2:
+                np.random.seed(3)  # noqa: NPY002
+            if private:
+                with private_generators(Entropy(None)):
+                    secret = [np.random.randn() for _ in range(inside)]  # noqa: NPY002
+                assert not set(secret) & set(found)
+            found += [np.random.randn() for _ in range(between)]  # noqa: NPY002
+        return [*found, np.random.randn()]  # noqa: NPY002
+
+    assert numbers(private=True) == numbers(private=False)
+
+
+def test_a_bit_generator_of_the_users_is_put_back_too() -> None:
+    before = np.random.get_bit_generator()
+    try:
+        for own in (np.random.MT19937(1), np.random.MT19937(2)):
+            np.random.set_bit_generator(own)
+            state = str(own.state)
+            with private_generators(Entropy(None)):
+                np.random.rand()  # noqa: NPY002
+            assert np.random.get_bit_generator() is own
+            assert str(own.state) == state
+    finally:
+        np.random.set_bit_generator(before)
 
 
 GLOBAL = np.random.default_rng(0)
@@ -134,3 +173,25 @@ def test_a_generator_made_in_the_call_keeps_its_seed() -> None:
     keeper = SimpleNamespace(draw=lambda: float(np.random.default_rng(3).random()))
     own = OwnGenerators(keeper)
     assert _seeded(own, keeper, None) == _seeded(own, keeper, None)
+
+
+class _Lazy(dict[str, Any]):
+    def values(self) -> Any:
+        raise ValueError("loads what is not installed")
+
+    items = __iter__ = values
+
+
+def test_what_objects_hold_is_looked_at_without_asking_them() -> None:
+    """As the Auto classes of transformers keep their models; and functions made by ``exec`` have no module."""
+    made: dict[str, Any] = {}
+    exec("def function(): return rng.random()", {"rng": np.random.default_rng(0)}, made)
+    made["function"].__module__ = None
+    keeper = SimpleNamespace(lazy=_Lazy(mine=torch.Generator().manual_seed(0)), draw=made["function"])
+    own = OwnGenerators(keeper)
+
+    def draw() -> tuple[float, float]:
+        with private_generators(Entropy(b"key"), own=own):
+            return float(torch.rand((), generator=dict.__getitem__(keeper.lazy, "mine"))), float(keeper.draw())
+
+    assert draw() == draw()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients import FlatClipper, ParameterLayout, StepCall, StepRunner, physical
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.gradients.ghost.rules import RULES
+from lightning_lap2.gradients.replacing import Replacements
 
 
 @pytest.mark.parametrize("name", physical.NAMES["ghost"])
@@ -28,7 +30,7 @@ def test_torch_has(name: str) -> None:
 def test_no_private_name_is_left_out() -> None:
     """What is not looked up when the module is imported is in ``NAMES``, so that its lack is told by name."""
     source = inspect.getsource(physical)
-    used = set(re.findall(r"[ (]_C\.(\w+)", source))
+    used = set(re.findall(r"[ ([]_C\.(\w+)", source))
     at_once = set(re.findall(r"^\w+: .* = _C\.(\w+)$", source, flags=re.MULTILINE))
     of_tests = {"_set_vmap_fallback_enabled"}
     home = "_C._functorch."
@@ -138,21 +140,6 @@ def test_outside_calls_torch_for_all_examples_once() -> None:
     assert y.grad_fn.name() == F.linear(x, weight).grad_fn.name()
 
 
-def test_nothing_is_left_replaced_and_inherited_names_are_inherited_again() -> None:
-    class Parent:
-        name = "parent's"
-
-    class Child(Parent):
-        pass
-
-    with physical.replaced(Child, "name", "mine"):
-        assert Child.name == "mine"
-    assert "name" not in vars(Child)
-    with pytest.raises(ValueError, match="mine"), physical.replaced(Parent, "name", "mine"):
-        raise ValueError(Parent.name)
-    assert Parent.name == "parent's"
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_are_plain_calls_inside(reentrant: bool) -> None:
     layer, x, calls = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True), []
@@ -174,7 +161,7 @@ def test_checkpoints_are_plain_calls_inside(reentrant: bool) -> None:
 
 def test_a_torch_that_calls_another_name_for_checkpoints_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that is still there but no longer called would be replaced in vain."""
-    monkeypatch.setattr(physical, "_GENERATORS", ())
+    monkeypatch.setattr(physical, "plain_checkpoints", nullcontext)
     physical.missing.cache_clear()
     try:
         assert physical.missing("vmap") == ()
@@ -189,7 +176,7 @@ def test_debug_unwrap_is_seen() -> None:
     def refuse(*_: Any) -> Any:
         raise LookupError("seen")
 
-    with physical.replaced_views_of_all(refuse, refuse), pytest.raises(LookupError, match="seen"):
+    with Replacements([(*physical.UNWRAPS, lambda _: refuse)]).active(), pytest.raises(LookupError, match="seen"):
         vmap(lambda v: torch.func.debug_unwrap(v).sum() * v)(torch.randn(3))
 
 

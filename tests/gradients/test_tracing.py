@@ -77,7 +77,7 @@ def test_everything_patched_is_undone(fails: bool) -> None:
 def test_code_outside_the_trace_sees_the_original_behaviour() -> None:
     gru, x = nn.GRU(3, 4), torch.randn(2, 1, 3)
     want = gru(x)[0]
-    with way_through(gru, torch.device("cpu")):
+    with way_through([gru], torch.device("cpu")):
         assert torch.equal(F.one_hot(torch.tensor([1, 0])), torch.tensor([[0, 1], [1, 0]]))
         assert torch.equal(gru(x)[0], want)
 

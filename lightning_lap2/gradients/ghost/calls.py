@@ -11,48 +11,120 @@ The layers' parameters are not batched, so a layer stays one node of the graph; 
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.gradients.marks import following
 from lightning_lap2.gradients.physical import (
     apart,
     carries_batch,
+    current_level,
+    enter_vmap_again,
+    innermost,
     is_batched,
+    leave_vmap,
     outside,
     recurrent_functions,
+    seen_by_users,
+    torchs_own,
+    unseen_by_modes,
     whole,
 )
+from lightning_lap2.gradients.replacing import Replacements, Wanted
 
 Call = Callable[..., Any]
 
 
-@contextmanager
-def physical_calls() -> Iterator[None]:
-    """Inside, the functions of torch that are named here take the physical way; afterwards nothing is left replaced."""
-    undo: list[tuple[Any, str, Any]] = []
-    try:
-        for owner, names in _REPLACED.items():
-            for name, make in names.items():
-                undo.append((owner, name, vars(owner).get(name, undo)))
-                setattr(owner, name, make(getattr(owner, name)))
-        yield
-    finally:
-        for owner, name, before in reversed(undo):
-            if before is undo:  # it was found elsewhere
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-
 def _plain(*values: Any) -> bool:
-    """Whether none of these is a tensor that differs between examples."""
+    """Whether none of the values differs between examples."""
     return not any(isinstance(value, Tensor) and carries_batch(value) for value in values)
+
+
+def _physical(batched: Tensor, *others: Any) -> Tensor | None:
+    """``[B, *shape]`` of a tensor that differs between examples, for an operation on it and the others; ``None`` where
+    that operation must go through ``vmap``: others differ too, or code of the user's would see all examples at once."""
+    if not is_batched(batched):
+        return None
+    for value in others:
+        if isinstance(value, Tensor) and carries_batch(value):
+            return None
+    x = apart(batched)
+    return None if seen_by_users((x, *others)) else x
+
+
+class _Together:
+    """Around one operation of torch on physical tensors, outside ``vmap``.
+
+    The dispatch mode of :class:`Marks` sees nothing of it, which saves it a call for each of torch's own steps. Instead
+    it is told what the operation reads, and each tensor that it makes. Not for operations in which a parameter meets
+    the examples in a node of the graph that is neither an input's nor one of a tensor told: it would be taken for one
+    that no example went into.
+
+    Args:
+        read: every tensor that the operation reads, at least one of which carries examples; other values are ignored.
+    """
+
+    __slots__ = ("_layer", "_marks", "_unseen")
+
+    def __init__(self, *read: Any) -> None:
+        marks = following()
+        self._marks = marks if marks is not None and marks.told(read) else None
+        self._unseen: Any = None
+
+    def __enter__(self) -> _Together:
+        self._layer = leave_vmap()
+        if self._marks is not None:
+            self._unseen = unseen_by_modes()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._unseen = None
+        enter_vmap_again(self._layer)
+
+    def made(self, tensor: Tensor) -> Tensor:
+        """Tells of a tensor that is no view of another one told."""
+        if self._marks is not None:
+            self._marks.made(tensor)
+        return tensor
+
+    def folded(self, x: Tensor, kept: int) -> Tensor:
+        """``[B, .., *rest]`` as ``[B .., *rest]`` with ``kept`` trailing dimensions.
+
+        What was made in that shape, and unfolded since, is taken as it was: the graph then has no nodes for the way
+        there and back.
+        """
+        lead = x.dim() - kept
+        if lead == 1:
+            return x
+        base = x._base
+        if base is None or base.dim() != kept + 1 or not _is_unfolded(x, base, lead):
+            base = x.flatten(0, lead - 1)
+        return self.made(base)
+
+
+def _is_unfolded(x: Tensor, base: Tensor, lead: int) -> bool:
+    """Whether ``x`` is all of ``base``, whose leading dimension its first ``lead`` ones are."""
+    shape, strides, step = x.shape, x.stride(), base.stride(0)
+    for i in range(lead - 1, -1, -1):
+        if shape[i] != 1 and strides[i] != step:
+            return False
+        step *= shape[i]
+    return (
+        shape[lead:] == base.shape[1:]
+        and strides[lead:] == base.stride()[1:]
+        and x.numel() == base.numel()
+        and x.storage_offset() == base.storage_offset()
+        and x.dtype is base.dtype
+        and x.requires_grad == base.requires_grad
+        and (x.is_neg(), x.is_conj()) == (base.is_neg(), base.is_conj())
+    )
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -60,12 +132,12 @@ def _plain(*values: Any) -> bool:
 
 def _linear(original: Call) -> Call:
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not is_batched(input) or not _plain(weight, bias):
+        x = _physical(input, weight, bias)
+        if x is None or weight.dim() != 2:
             return original(input, weight, bias)
-        with outside():
-            x = apart(input)
-            # one matrix product for all positions, whatever the strides: torch itself would not always fold them
-            y = original(x.flatten(0, -2), weight, bias)
+        # one matrix product for all positions, whatever the strides: torch itself would not always fold them
+        with _Together(x, weight, bias) as call:
+            y = call.made(original(call.folded(x, 1), weight, bias))
             if x.dim() > 2:
                 y = y.view(*x.shape[:-1], y.shape[-1])
         return whole(y)
@@ -75,11 +147,11 @@ def _linear(original: Call) -> Call:
 
 def _addmm(original: Call) -> Call:
     def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, **out: Any) -> Tensor:
-        if out or not is_batched(mat1) or not _plain(input, mat2) or input.dim() > 1:
+        x = None if out or input.dim() > 1 else _physical(mat1, input, mat2)  # [B, R, p]
+        if x is None:
             return original(input, mat1, mat2, beta=beta, alpha=alpha, **out)
-        with outside():
-            x = apart(mat1)  # [B, R, p]
-            y = original(input, x.flatten(0, 1), mat2, beta=beta, alpha=alpha).view(*x.shape[:2], -1)
+        with _Together(input, x, mat2) as call:
+            y = call.made(original(input, call.folded(x, 1), mat2, beta=beta, alpha=alpha)).view(*x.shape[:2], -1)
         return whole(y)
 
     return addmm
@@ -90,10 +162,11 @@ def _layer_norm(original: Call) -> Call:
         input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
         eps: float = 1e-5,
     ) -> Tensor:  # fmt: skip
-        if not is_batched(input) or not _plain(weight, bias) or input.dim() < len(normalized_shape):
+        x = _physical(input, weight, bias)
+        if x is None or input.dim() < len(normalized_shape):
             return original(input, normalized_shape, weight, bias, eps)
-        with outside():
-            y = original(apart(input), normalized_shape, weight, bias, eps)
+        with _Together(x, weight, bias) as call:
+            y = call.made(original(x, normalized_shape, weight, bias, eps))
         return whole(y)
 
     return layer_norm
@@ -104,18 +177,13 @@ def _over_rows(dims: int) -> Callable[[Call], Call]:
 
     def make(original: Call) -> Call:
         def function(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if (
-                not is_batched(input)
-                or input.dim() not in (dims + 1, dims + 2)
-                or not _plain(*args, *kwargs.values())
-                or kwargs.get("return_indices")
-            ):
+            x = _physical(input, *args, *kwargs.values())
+            if x is None or input.dim() not in (dims + 1, dims + 2) or kwargs.get("return_indices"):
                 return original(input, *args, **kwargs)
-            with outside():
-                x = apart(input)
-                y = original(x if x.dim() == dims + 2 else x.flatten(0, 1), *args, **kwargs)
+            with _Together(x, *args, *kwargs.values()) as call:
+                y = call.made(original(call.folded(x, dims + 1), *args, **kwargs))
                 if x.dim() > dims + 2:
-                    y = y.unflatten(0, x.shape[:2])
+                    y = y.view(*x.shape[:2], *y.shape[1:])
             return whole(y)
 
         return function
@@ -127,11 +195,11 @@ def _group_norm(original: Call) -> Call:
     def group_norm(
         input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
     ) -> Tensor:
-        if not is_batched(input) or not _plain(weight, bias) or input.dim() < 2:
+        x = _physical(input, weight, bias)  # [B, N, C, ...]
+        if x is None or input.dim() < 2:
             return original(input, num_groups, weight, bias, eps)
-        with outside():
-            x = apart(input)  # [B, N, C, ...]
-            y = original(x.flatten(0, 1), num_groups, weight, bias, eps).view(x.shape)
+        with _Together(x, weight, bias) as call:
+            y = call.made(original(call.folded(x, x.dim() - 2), num_groups, weight, bias, eps)).view(x.shape)
         return whole(y)
 
     return group_norm
@@ -143,14 +211,31 @@ def _batch_norm(original: Call) -> Call:
         bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
     ) -> Tensor:  # fmt: skip
         others = (running_mean, running_var, weight, bias)
-        if training or not is_batched(input) or not _plain(*others) or input.dim() < 2:
+        x = None if training else _physical(input, *others)  # [B, N, C, ...]
+        if x is None or input.dim() < 2:
             return original(input, *others, training, momentum, eps)
-        with outside():
-            x = apart(input)  # [B, N, C, ...]
-            y = original(x.flatten(0, 1), *others, training, momentum, eps).view(x.shape)
+        with _Together(x, *others) as call:
+            y = call.made(original(call.folded(x, x.dim() - 2), *others, training, momentum, eps)).view(x.shape)
         return whole(y)
 
     return batch_norm
+
+
+def _entry_by_entry(original: Call) -> Call:
+    """A function of one tensor that takes each entry by itself."""
+
+    def function(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        x = None if any(a is True for a in (*args, *kwargs.values())) else _physical(input)  # True: in place
+        if x is None:
+            return original(input, *args, **kwargs)
+        with _Together(x) as call:
+            folds = x.dim() > 2 and x._base is not None
+            y = call.made(original(call.folded(x, x.dim() - 2) if folds else x, *args, **kwargs))
+            if folds:
+                y = y.view(x.shape)
+        return whole(y)
+
+    return function
 
 
 def _einsum(original: Call) -> Call:
@@ -168,10 +253,12 @@ def _einsum(original: Call) -> Call:
         plain = [x for x, own in zip(operands, batched, strict=True) if not own]
         if sum(batched) != 1 or letter is None or not _plain(*plain):
             return original(*args)
+        physical = [apart(x) if own else x for x, own in zip(operands, batched, strict=True)]
+        if seen_by_users(physical):
+            return original(*args)
         inputs, output = args[0].replace(" ", "").split("->")
         terms = [letter + term if own else term for term, own in zip(inputs.split(","), batched, strict=True)]
         with outside():
-            physical = [apart(x) if own else x for x, own in zip(operands, batched, strict=True)]
             y = original(f"{','.join(terms)}->{letter}{output}", *physical)
         return whole(y)
 
@@ -207,7 +294,8 @@ def _attention(original: Call) -> Call:
         rank = query.dim()
         options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         alike = all(is_batched(t) and t.dim() == rank and t.shape[:-3] == query.shape[:-3] for t in qkv)
-        if not alike or not 2 <= rank <= 4 or not _mask_fits(attn_mask, query, key):
+        alike = alike and 2 <= rank <= 4 and not seen_by_users([*map(innermost, qkv), attn_mask])
+        if not alike or not _mask_fits(attn_mask, query, key):
             with sdpa_kernel(SDPBackend.MATH):  # a CPU's fused kernel has no batching rule
                 return original(query, key, value, attn_mask=attn_mask, **options)
         mask, leading = _mask(attn_mask, query), apart(query).shape[:-1]
@@ -263,23 +351,26 @@ def _cross_entropy(original: Call) -> Call:
         ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
     ) -> Tensor:  # fmt: skip
         known = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
-        if not (known and is_batched(input) and is_batched(target) and _plain(weight)):
+        x = _physical(input, weight) if known and is_batched(target) else None
+        t = None if x is None else apart(target)
+        if x is None or t is None or seen_by_users((t,)) or (weight is not None and weight.requires_grad):
             return original(
                 input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
             )  # fmt: skip
-        with outside():
-            x, t = apart(input), apart(target)
-            rows = input.dim() > 1  # [B, N, C, ...]; else [B, C], and a loss for each of B as it is
+        rows = input.dim() > 1  # [B, N, C, ...]; else [B, C], and a loss for each of B as it is
+        with _Together(x, t, weight) as call:
             if rows:
-                x, t = x.flatten(0, 1), t.flatten(0, 1)
+                x, t = call.folded(x, x.dim() - 2), t.flatten(0, 1)
             each = original(
                 x, t, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
             )  # fmt: skip
             if rows:
-                each = each.unflatten(0, (-1, input.shape[0]))  # [B, N, ...]
+                each = each.view(-1, input.shape[0], *each.shape[1:])  # [B, N, ...]
             if reduction != "none":
-                sums = each.flatten(1).sum(dim=1) if rows else each
+                alone = each.numel() == each.shape[0]  # one position: nothing to add up
+                sums = each.view(-1) if alone else each.flatten(1).sum(dim=1)
                 each = sums if reduction == "sum" else sums / _counted(t, weight, ignore_index, each)
+            call.made(each)
         return whole(each)
 
     return cross_entropy
@@ -292,7 +383,7 @@ def _counted(target: Tensor, weight: Tensor | None, ignore_index: int, each: Ten
         return each[0].numel()
     counts = target != ignore_index
     if weight is None:
-        return counts.view(each.shape[0], -1).sum(dim=1)
+        return counts.view(-1) if each.numel() == each.shape[0] else counts.view(each.shape[0], -1).sum(dim=1)
     return (weight[target.where(counts, 0)] * counts).view(each.shape[0], -1).sum(dim=1)
 
 
@@ -418,6 +509,7 @@ _REPLACED: dict[Any, dict[str, Callable[[Call], Call]]] = {
         **{f"conv{n}d": _over_rows(n) for n in (1, 2, 3)},
         **{f"conv_transpose{n}d": _over_rows(n) for n in (1, 2, 3)},
         **{f"{kind}_pool{n}d": _over_rows(n) for kind in ("max", "avg", "adaptive_avg") for n in (1, 2, 3)},
+        **dict.fromkeys(("relu", "gelu", "silu"), _entry_by_entry),
         "embedding": _embedding,
         "layer_norm": _layer_norm,
         "group_norm": _group_norm,
@@ -426,6 +518,8 @@ _REPLACED: dict[Any, dict[str, Callable[[Call], Call]]] = {
         "cross_entropy": _cross_entropy,
     },
     torch: {"addmm": _addmm, "einsum": _einsum},
+}
+_RECURRENT: dict[Any, dict[str, Callable[[Call], Call]]] = {
     recurrent_functions: {
         "lstm": _layers(_lstm, 2),
         "gru": _layers(_gru, 1),
@@ -438,3 +532,45 @@ _REPLACED: dict[Any, dict[str, Callable[[Call], Call]]] = {
     },
 }
 """The functions by where they live: what every caller finds there, torch's own layers included."""
+_CALLED = ("relu", "layer_norm", "group_norm", "batch_norm", "max_pool1d", "max_pool2d", "max_pool3d")
+"""What those of them that are written in Python call in turn, and would find replaced."""
+
+
+def _if_torchs_own(make: Callable[[Call], Call]) -> Callable[[Call], Call]:
+    """A function that the user has put in torch's place stays: like all code of the user's it sees one example."""
+    return lambda original: make(original) if torchs_own(original) else original
+
+
+def _for_one_example(original: Call) -> Call:
+    if torchs_own(original):
+        return original
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if current_level() is None:
+            raise UnsupportedModelError(
+                f"torch.{original.__name__} was replaced by {original.__module__}, and would see all examples at once "
+                "where engine='ghost' calls it: use engine='auto', which goes on to an engine that runs it"
+            )
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _wanted(replaced: dict[Any, dict[str, Callable[[Call], Call]]]) -> list[Wanted]:
+    return [(owner, name, _if_torchs_own(make)) for owner, names in replaced.items() for name, make in names.items()]
+
+
+_calls = Replacements([*_wanted(_REPLACED), *((torch, name, _for_one_example) for name in _CALLED)])
+_recurrent_calls = Replacements(_wanted(_RECURRENT))
+
+
+@contextmanager
+def physical_calls(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, the functions of torch that are named here take the physical way.
+
+    Args:
+        layers: all of the user's module; those of recurrent ones are replaced where there is such a layer.
+    """
+    recurrent = any(isinstance(layer, nn.RNNBase | nn.RNNCellBase) for layer in layers)
+    with _calls.active(), _recurrent_calls.active() if recurrent else nullcontext():
+        yield

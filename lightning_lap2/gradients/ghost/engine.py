@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.func import vmap
 
 from lightning_lap2.batches import Examples
 from lightning_lap2.errors import UnsupportedModelError
@@ -28,9 +27,9 @@ from lightning_lap2.gradients.ghost.sources import Form, Node, Pulled, term_of_p
 from lightning_lap2.gradients.ghost.terms import Dense, Term
 from lightning_lap2.gradients.marks import Marks
 from lightning_lap2.gradients.parameters import ParameterLayout
-from lightning_lap2.gradients.physical import check_torch, plain_checkpoints
+from lightning_lap2.gradients.physical import check_torch, for_all, plain_checkpoints
 from lightning_lap2.gradients.runner import Traced, UserStep
-from lightning_lap2.gradients.tracing import explain, layers_of, refuse_layers, traceable
+from lightning_lap2.gradients.tracing import explain, traceable
 from lightning_lap2.gradients.vmap import runs_alone
 from lightning_lap2.gradients.whole_batch import seen_by_backward_refused, seen_by_rules_refused
 
@@ -69,7 +68,7 @@ class GhostEngine(Engine):
                 'engine="ghost" holds no gradients of single examples, so a gradient canary cannot take part. '
                 'Use engine="vmap", or canaries that are records.'
             )
-        for layer in refuse_layers(self.module, vmapped=False):
+        for layer in step.layers:
             if isinstance(layer, nn.EmbeddingBag) and layer.sparse:
                 raise UnsupportedModelError(
                     "EmbeddingBag has sparse=True, which engine='ghost' cannot run: use sparse=False, or engine='loop'"
@@ -113,18 +112,19 @@ class GhostEngine(Engine):
         chosen = [k for k, p in enumerate(layout.parameters) if p in self._spread]
         names = step.slot_names(layout) if chosen else []
 
-        def loss_of(*tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        def loss_of(*tensors: Tensor) -> tuple[Tensor, ...]:
             leaves, own = tensors[: len(examples.tensors)], tensors[len(examples.tensors) :]
             by_slot = {name: p for k, p in zip(chosen, own, strict=True) for name in names[k]}
-            return step(examples.rebuild(leaves, shared), by_slot or None)
+            loss, carried = step(examples.rebuild(leaves, shared), by_slot or None)
+            return loss, *carried
 
         try:
-            with step.tracing(again=again), _surroundings(self.module):
+            with step.tracing(again=again), _surroundings(step.layers):
                 # of memory of their own: a mark on the parameter's would outlast the step
                 copies = [p.clone().expand(count, *p.shape) for p in map(layout.whole, chosen)]
                 inputs = (*examples.tensors, *copies)
                 with Marks(inputs, vmapped=True, graph=True) as marks, seen_by_rules_refused():
-                    losses, carried = vmap(loss_of, randomness="different")(*inputs)
+                    losses, *carried = for_all(loss_of, inputs, count)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -136,10 +136,9 @@ class GhostEngine(Engine):
 
 
 @contextmanager
-def _surroundings(module: nn.Module) -> Iterator[None]:
+def _surroundings(layers: Sequence[nn.Module]) -> Iterator[None]:
     """What is replaced or refused while the user's step runs."""
-    layers = layers_of(module)
-    with traceable(module), physical_calls(), plain_checkpoints(), seen_by_backward_refused(layers):
+    with traceable(layers), physical_calls(layers), plain_checkpoints(), seen_by_backward_refused(layers):
         yield
 
 
@@ -251,6 +250,7 @@ class Collector:
         self._expected = Counter([p for use in uses for d in use.operands.values() for p in d.parameters])
         self._exact = torch.get_float32_matmul_precision() == "highest"
 
+    @torch.no_grad()
     def backward(self, loss: Tensor) -> None:
         """Gradients with respect to activations only: the engine runs what the last uses need and no weight
         gradient. Uses above others are caught on the way, before their node runs and frees what it saved."""
@@ -270,7 +270,6 @@ class Collector:
     def _hook(self, use: Use) -> Any:
         return lambda grads: self._collect(use, grads[0])
 
-    @torch.no_grad()
     def _collect(self, use: Use, grad: Tensor | None) -> None:
         if grad is None:
             return

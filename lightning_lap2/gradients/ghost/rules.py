@@ -44,7 +44,7 @@ class Scope:
         count, rest = divmod(x.shape[0] if x.dim() else 0, self.rows)
         if rest or not count:
             raise self.refuse(use, f"a leading dimension that is no multiple of {self.rows}")
-        return x.unflatten(0, (self.rows, count))
+        return x.view(self.rows, count, *x.shape[1:])
 
     def refuse(self, use: Use, why: str) -> NotCovered:
         return NotCovered(use.parameters, f"used by {use.name} with {why}")
@@ -128,8 +128,8 @@ def convolution(use: Use, scope: Scope, grad: Tensor) -> Terms:
         )  # fmt: skip
         terms[1] = Convolution(node._saved_input, grad, spec, scope.dtype, own.shape[1])
     if 2 in use.operands:
-        total = grad.flatten(2).sum(dim=2, dtype=scope.dtype)
-        terms[2] = Dense(total if own.shape[1] == 1 else scope.apart(use, total).sum(dim=1))
+        over = [1, *range(3, own.dim())]
+        terms[2] = Dense(own.sum(dim=over, dtype=scope.dtype))
     return terms
 
 

@@ -199,7 +199,7 @@ def scratch_examples(term: Term) -> int:
 def _flat(x: Tensor) -> Tensor:
     """``[B, T, d] -> [B T, d]`` in whichever order needs no copy (all rows are summed over)."""
     if x.shape[1] == 1:
-        return x.squeeze(1)
+        return x[:, 0]
     if x.stride(0) < x.stride(1):
         x = x.transpose(0, 1)
     return x.reshape(-1, x.shape[2])
@@ -309,7 +309,10 @@ class ConvolutionSpec:
             if work > 100_000:
                 return self._by_correlation(x, grad).unflatten(0, (count, views)).sum(dim=1)
         # examples side by side as channels, their views as the rows that are summed over
-        x, grad = (t.unflatten(0, (count, views)).transpose(0, 1).flatten(1, 2) for t in (x, grad))
+        if views == 1:
+            x, grad = (t.reshape(1, -1, *t.shape[2:]) for t in (x, grad))
+        else:
+            x, grad = (t.unflatten(0, (count, views)).transpose(0, 1).flatten(1, 2) for t in (x, grad))
         return self.weight_gradient(x, grad, fold=count)
 
     def _by_correlation(self, x: Tensor, grad: Tensor) -> Tensor:

@@ -35,11 +35,12 @@ from lightning_lap2.errors import IsolationError, UnsupportedModelError
 from lightning_lap2.gradients.marks import DATA, data_read, known_clean, tensors_in
 from lightning_lap2.gradients.physical import innermost
 from lightning_lap2.gradients.recorder import Deferred, LogEvent, MetricEvent, Slot, Trace, Unlike
-from lightning_lap2.gradients.state.content import Content
+from lightning_lap2.gradients.state.content import Content, Contents
 from lightning_lap2.gradients.state.provenance import Following, Provenance
 from lightning_lap2.gradients.state.walk import (
     GONE,
     Node,
+    Sight,
     entries,
     is_library,
     is_same,
@@ -88,22 +89,44 @@ class StateMemory:
         self._again: dict[tuple[int, Any], tuple[Any, Any, Any]] = {}
         self._data: dict[int, Any] = {}
         self._counters: dict[tuple[int, Any], Any] | None = None
-        self._nodes: list[Node] = []
+        self._sight: Sight | None = None
+        self._contents: Contents | None = None
         self._taints = -1
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
-    def nodes(self) -> tuple[list[Node], bool]:
-        """All containers, and whether none of them changed since :meth:`remember`, where nothing was to be withheld."""
-        taints = self.provenance.taints
-        if self._nodes and taints == self._taints and all(node.untouched() for node in self._nodes):
-            return self._nodes, True
-        self._nodes, self._taints = [], taints
-        return walk(self.roots, closed=self._data), False
+    def nodes(self) -> list[Node]:
+        """All containers as they are now."""
+        known = self.known()
+        return self.walk() if known is None else known[0].nodes
 
-    def remember(self, nodes: list[Node]) -> None:
-        """Nothing of these is withheld."""
-        self._nodes = nodes
+    def walk(self) -> list[Node]:
+        """All containers, looked for anew; not into those that hold the train data."""
+        return walk(self.roots, closed=self._data)
+
+    def known(self) -> tuple[Sight, Contents] | None:
+        """What was given to :meth:`remember`, if it is as it was then."""
+        taints = self.provenance.taints
+        if self._sight is None or self._contents is None or taints != self._taints:
+            self._taints = taints
+        elif self._sight.untouched():
+            return self._sight, self._contents
+        elif all(node.untouched() or node.same_entries() for node in self._sight.nodes):
+            # what differs is nothing that is looked at, such as the recorder's stand-ins
+            for node in self._sight.nodes:
+                node.look()
+            self._sight = Sight(self._sight.nodes)
+            return self._sight, self._contents
+        self.forget()
+        return None
+
+    def remember(self, sight: Sight, contents: Contents) -> None:
+        """Nothing of this is withheld."""
+        self._sight, self._contents = sight, contents
+
+    def forget(self) -> None:
+        """What was remembered has to be looked at anew."""
+        self._sight = self._contents = None
 
     def holds_records(self, node: Node, key: Any, value: Any) -> bool:
         """Whether an entry may have been computed from records, or holds them."""
@@ -133,7 +156,7 @@ class StateMemory:
         return sorted(
             {
                 node.path if node.ordered else node.name(key)
-                for node in walk(self.roots, closed=self._data)
+                for node in self.walk()
                 for key, value in node.items.items()
                 if self.holds_records(node, key, value) and not self.is_data(value)
             }
@@ -155,7 +178,7 @@ class StateMemory:
             self._data[id(value)] = value
             for tensor in tensors_in(value):
                 self.provenance.taint(tensor, DATA)
-        self._nodes = []
+        self.forget()
 
     # -- learning ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +188,7 @@ class StateMemory:
             self.provenance.taint(value)
         else:
             self.keep_back(node.live, None if node.ordered else key, value)
-        self._nodes = []
+        self.forget()
 
     def keep_back(self, container: Any, key: Any, value: Any) -> None:
         """``container`` got ``value``, which may hold records, at ``key`` (``None``: anywhere)."""
@@ -240,21 +263,18 @@ class StateGuard:
 
     def __init__(self, memory: StateMemory) -> None:
         self.memory = memory
-        self._nodes, known = memory.nodes()
+        known = memory.known()
+        self._nodes = memory.walk() if known is None else known[0].nodes
         self._real: list[dict[Any, Any]] = [node.items for node in self._nodes]
-        self._withheld = not known and self._withhold()
+        self._withheld = known is None and self._withhold()
+        self._sight, self._contents = known or (Sight(self._nodes), Contents(self._nodes))
         if not self._withheld:
-            memory.remember(self._nodes)
+            memory.remember(self._sight, self._contents)
         self._running = False
         self._later: list[Any] = []
         # whether a call made something where nothing was, and the constants that replaced others in the same batch
         self._made, self._beside = False, list[tuple[Any, Any, Any, Any]]()
-        self._contents = {
-            (number, key): Content(value)
-            for number, node in enumerate(self._nodes)
-            for key, value in node.items.items()
-            if kind(value) in ("tensor", "array")
-        }
+        self._contents.look()
 
     def _withhold(self) -> bool:
         """Puts stand-ins where a step must not look; whether there was anything."""
@@ -295,16 +315,13 @@ class StateGuard:
         Raises:
             UnsupportedModelError: a tensor was written in place, by attribute name.
         """
-        for (number, key), content in self._contents.items():
-            if content.counted():
-                self._refuse_write(number, key)
-        touched = False
-        for number, node in enumerate(self._nodes):
-            if not node.untouched():
-                touched = True
-                if node.changed():
+        counted = self._contents.counted()
+        if counted is not None:
+            self._refuse_write(*counted)
+        if not self._sight.untouched():
+            for number, node in enumerate(self._nodes):
+                if not node.untouched() and node.changed():
                     trace.writes[number] = self._writes(node, trace)
-        if touched:
             self.restore()
         self._running = False
 
@@ -358,10 +375,9 @@ class StateGuard:
             UnsupportedModelError: a tensor was written in place, or examples differ in what they write; by attribute
             name.
         """
-        for (number, key), content in self._contents.items():
-            if content.written():
-                content.restore()
-                self._refuse_write(number, key)
+        written = self._contents.restore()
+        if written is not None:
+            self._refuse_write(*written)
         shown = [node.items for node in self._nodes]
         if self._withheld or self._running:
             self.abandon()

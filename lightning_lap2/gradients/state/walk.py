@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import chain
 from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -65,6 +66,11 @@ class Node:
             return all(map(is_, held.values(), self._values)) and all(map(is_, held, self._keys))
         return all(map(is_, held, self._values))
 
+    def same_entries(self) -> bool:
+        """Whether it holds the very objects of :attr:`items` and no others, as far as :func:`entries` looks."""
+        now = entries(self.live)
+        return len(now) == len(self.items) and all(now.get(key, GONE) is old for key, old in self.items.items())
+
     @property
     def ordered(self) -> bool:
         """Whether entries have a place only, no key of their own."""
@@ -97,6 +103,37 @@ class Node:
             if self.path.endswith(f".{registered}"):
                 return f"{self.path.removesuffix(registered)}{key}"
         return f"{self.path}.{key}" if kind(self.live) == "object" else f"{self.path}[{key!r}]"
+
+
+class Sight:
+    """All containers at once: :meth:`Node.untouched` of each, in a few passes over one list.
+
+    Args:
+        nodes: as they are now; each must have been looked at last when all of them were.
+    """
+
+    __slots__ = ("_dicts", "_held", "_keys", "_objects", "_sizes", "_values", "nodes")
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+        # a tuple stays what it is
+        held = [_held(node.live) for node in nodes if not isinstance(node.live, tuple)]
+        self._objects = [node.live for node in nodes if node.live is not _held(node.live)]
+        self._dicts = [vars(live) for live in self._objects]
+        # views, which show what a dictionary holds now, whatever its class makes of `values`
+        self._held = [dict.values(h) if isinstance(h, dict) else h for h in held]
+        self._keys = [h for h in held if isinstance(h, dict)]
+        self._sizes, self._values = self._look()
+
+    def _look(self) -> tuple[list[int], list[Any]]:
+        return list(map(len, self._held)), [*chain.from_iterable(self._held), *chain.from_iterable(self._keys)]
+
+    def untouched(self) -> bool:
+        """Whether no container holds anything else, in another place, than when this was made."""
+        if not all(map(is_, map(vars, self._objects), self._dicts)):
+            return False
+        sizes, values = self._look()
+        return sizes == self._sizes and all(map(is_, values, self._values))
 
 
 def _held(value: Any) -> Any:

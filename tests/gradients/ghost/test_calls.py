@@ -11,11 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.overrides import TorchFunctionMode
 
-from lightning_lap2.gradients.ghost.calls import _REPLACED, physical_calls
+from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.gradients import FlatClipper, ParameterLayout, StepCall
+from lightning_lap2.gradients.engines import make_engine
+from lightning_lap2.gradients.ghost import calls
+from lightning_lap2.gradients.ghost.calls import _RECURRENT, _REPLACED, physical_calls
+from lightning_lap2.gradients.ghost.graph import Walk
 from lightning_lap2.gradients.physical import quiet_fallback
 
 B = 3
+LAYERS = [nn.RNNCell(1, 1)]
+"""Of some module with a recurrent layer in it."""
 
 
 def check(
@@ -25,7 +33,7 @@ def check(
     of everything that floats. The examples' dimension of ``batched`` lies at ``dims``."""
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (*batched, *shared)]
     own, common = leaves[: len(batched)], leaves[len(batched) :]
-    with physical_calls(), quiet_fallback():
+    with physical_calls(LAYERS), quiet_fallback():
         found = vmap(lambda *xs: function(*xs, *common), in_dims=dims, randomness="different")(
             *(x.movedim(0, dims) for x in own)
         )
@@ -62,11 +70,13 @@ def _double() -> Iterator[None]:
 
 
 def test_nothing_is_left_replaced() -> None:
-    before = [(owner, name, getattr(owner, name)) for owner, names in _REPLACED.items() for name in names]
+    before = [
+        (owner, name, getattr(owner, name)) for owner, names in (_REPLACED | _RECURRENT).items() for name in names
+    ]
     own = [(owner, name, name in vars(owner)) for owner, name, _ in before]
-    with physical_calls():
+    with physical_calls(LAYERS):
         assert all(getattr(owner, name) is not function for owner, name, function in before)
-    with pytest.raises(ZeroDivisionError), physical_calls():
+    with pytest.raises(ZeroDivisionError), physical_calls(LAYERS):
         1 / 0  # noqa: B018
     assert all(getattr(owner, name) is function for owner, name, function in before)
     assert own == [(owner, name, name in vars(owner)) for owner, name, _ in before]
@@ -272,7 +282,7 @@ def test_attention_where_a_row_is_masked_out() -> None:
 def test_dropout_of_attention_differs_between_examples() -> None:
     q = torch.ones(1, 1, H, L, E).expand(64, -1, -1, -1, -1)
     v = torch.ones(64, 1, H, L, 1)
-    with physical_calls():
+    with physical_calls(LAYERS):
         y = vmap(lambda q, v: F.scaled_dot_product_attention(q, q, v, dropout_p=0.5), randomness="different")(q, v)
     rows = y.flatten(1)
     assert len(rows.unique(dim=0)) == 64
@@ -366,3 +376,151 @@ def test_recurrent_cells(kind: str, bias: bool) -> None:
         check(run, [x], parameters)
         check(run, [x, *states], parameters)
         check(lambda *given: run(given[-1], *given[:-1]), states, (*parameters, x[0]))
+
+
+# --- what the user's own code sees -----------------------------------------------------------------------------------
+
+X = torch.randn(B, 4, 6, dtype=torch.float64)
+
+
+def _spied(original: Callable[..., Any], seen: list[tuple[int, ...]]) -> Callable[..., Any]:
+    def spy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(tuple(x.shape))
+        return original(x, *args, **kwargs)
+
+    return spy
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("linear", lambda x: F.linear(x, torch.eye(6))),
+        ("relu", lambda x: F.relu(x)),
+        ("layer_norm", lambda x: F.layer_norm(x, (6,))),
+        ("conv1d", lambda x: F.conv1d(x, torch.ones(2, 4, 3))),
+        ("group_norm", lambda x: F.group_norm(x, 2)),
+        ("cross_entropy", lambda x: F.cross_entropy(x, x.argmax(-1))),
+    ],
+)
+def test_a_function_in_torchs_place_is_called_for_one_example(
+    monkeypatch: pytest.MonkeyPatch, name: str, call: Callable[[Tensor], Tensor]
+) -> None:
+    expected = torch.stack([call(x) for x in X])
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(F, name, _spied(getattr(F, name), seen))
+    with physical_calls(LAYERS):
+        found = vmap(call)(X)
+    assert seen == [(4, 6)]
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_torchs_own_functions_call_in_turn_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(torch, "layer_norm", _spied(torch.layer_norm, seen))
+    with physical_calls(LAYERS), pytest.raises(UnsupportedModelError, match="torch.spy was replaced by.*test_calls"):
+        vmap(lambda x: F.layer_norm(x, (6,)))(X)
+    assert not seen
+
+
+class Looking(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.linear, torch.conv1d, F.layer_norm, F.cross_entropy, torch.einsum):
+            self.seen.update(tuple(t.shape) for t in args if isinstance(t, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_sees_one_example() -> None:
+    weight, looking = torch.randn(5, 6), Looking()
+
+    def step(x: Tensor) -> Tensor:
+        with looking:
+            y = F.layer_norm(F.linear(x, weight), (5,))
+            y = torch.einsum("ab,bc->ac", y, weight) + F.conv1d(x, torch.ones(4, 4, 1))
+            y = F.scaled_dot_product_attention(y, y, y)
+            return F.cross_entropy(y, y.argmax(-1))
+
+    with physical_calls(LAYERS), quiet_fallback():
+        found = vmap(step)(X)
+    torch.testing.assert_close(found, torch.stack([step(x) for x in X]))
+    assert looking.seen
+    assert not any(B in shape for shape in looking.seen)
+
+
+class Weight(Tensor):
+    seen: list[tuple[int, ...]] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen += [tuple(t.shape) for t in args if type(t) is Tensor]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_class_of_tensors_sees_one_example() -> None:
+    weight = torch.randn(5, 6).as_subclass(Weight)
+    with physical_calls(LAYERS):
+        vmap(lambda x: F.linear(x, weight))(X)
+    assert Weight.seen
+    assert not any(B in shape for shape in Weight.seen)
+
+
+# --- what is told to the marks ---------------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding="same"), nn.ReLU(), nn.GroupNorm(2, 4), nn.MaxPool2d(2), nn.SiLU(),
+            nn.ConvTranspose2d(4, 4, 3), nn.BatchNorm2d(4).eval(), nn.AvgPool2d(2), nn.Flatten(2), nn.LayerNorm(4),
+            nn.Linear(4, 4, bias=False), nn.GELU(), nn.Linear(4, 4), nn.Flatten(), nn.ReLU(), nn.Linear(16, 3),
+        )  # fmt: skip
+        self.scale = nn.Parameter(torch.randn(3))
+        self.row = nn.Parameter(torch.randn(4))
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        x, y = batch
+        scores = self.layers(x) * self.scale
+        extra = torch.addmm(self.row, x[0, 0, :4, :4], self.layers[12].weight)
+        weight = self.scale.square()
+        return F.cross_entropy(scores, y, weight=weight, label_smoothing=0.1) + extra.square().sum()
+
+
+def _uses(monkeypatch: pytest.MonkeyPatch, batch: Any) -> tuple[list[Any], Tensor]:
+    found: list[Any] = []
+    run = Walk.run
+
+    def noting(walk: Walk, root: Any) -> Any:
+        uses = run(walk, root)
+        found.extend(sorted((u.name, u.last, sorted((k, d.form.name, d.parameters) for k, d in u.operands.items()))
+                            for u in uses))  # fmt: skip
+        return uses
+
+    torch.manual_seed(0)
+    module = Everything()
+    layout = ParameterLayout(module)
+    total = layout.zeros()
+    with monkeypatch.context() as patched:
+        patched.setattr(Walk, "run", noting)
+        make_engine("ghost", module).accumulate(
+            StepCall((batch, 0), B, views=len(batch[1]) // B), layout, FlatClipper(0.1), total
+        )
+    return found, total
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_same_uses_are_found_whether_marks_are_told_or_look(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    batch = (torch.randn(B * rows, 2, 4, 4), torch.randint(0, 3, (B * rows,)))
+    told, total = _uses(monkeypatch, batch)
+    with monkeypatch.context() as patched:
+        patched.setattr(calls, "following", lambda: None)
+        looked, other = _uses(monkeypatch, batch)
+        patched.setattr(calls, "_is_unfolded", lambda *_: False)
+        unfolded, third = _uses(monkeypatch, batch)
+    assert told
+    assert told == looked == unfolded
+    torch.testing.assert_close(total, other)
+    torch.testing.assert_close(total, third)
