@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
@@ -45,19 +46,29 @@ def measure_ranks(
 
 
 def _run(name: str, world: int, engines: list[str], what: str) -> dict[str, list[float]]:
-    """Runs ``world`` ranks to their end. ``time``: milliseconds of rank 0's steps; ``memory``: every rank's peak."""
+    """``time``: milliseconds of rank 0's steps; ``memory``: every rank's peak."""
+    found = run_ranks("benchmarks.ranks", [name, ",".join(engines), what], world, exact_memory=what == "memory")
+    return found[0] if what != "memory" else {engine: [one[engine] for one in found] for engine in engines}
+
+
+def run_ranks(program: str, arguments: list[str], world: int, *, exact_memory: bool) -> list[Any]:
+    """Runs ``python -m PROGRAM ARGUMENTS FOLDER RANK WORLD`` for each rank to their end; each leaves
+    ``FOLDER/RANK.json``, whose contents are returned.
+
+    Raises:
+        RuntimeError: a rank failed, with what they printed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.ranks", name, ",".join(engines), what, folder]
-        environment = os.environ | (EXACT_MEMORY if what == "memory" else {})
+        command = [sys.executable, "-W", "ignore", "-m", program, *arguments, folder]
+        environment = os.environ | (EXACT_MEMORY if exact_memory else {})
         started = [
             subprocess.Popen([*command, str(rank), str(world)], env=environment, stderr=subprocess.PIPE, text=True)
             for rank in range(world)
         ]
         errors = [process.communicate()[1] for process in started]
         if any(process.returncode for process in started):
-            raise RuntimeError(f"a rank failed on {name}, {engines}:\n" + "\n".join(errors))
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
-    return found[0] if what != "memory" else {engine: [one[engine] for one in found] for engine in engines}
+            raise RuntimeError(f"a rank of {program} {arguments} failed:\n" + "\n".join(errors))
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
 
 
 def _share(workload: Workload, rank: int, world: int) -> Workload:
@@ -113,7 +124,7 @@ def _private(workload: Workload, name: str, rank: int, world: int, normaliser: i
     return step
 
 
-def _timed(steps: dict[str, StepFunction], seconds: float, world: int) -> dict[str, list[float]]:
+def _timed(steps: dict[str, StepFunction], seconds: float) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {engine: [] for engine in steps}
     begun = time.perf_counter()
     more = True
@@ -154,7 +165,7 @@ def _rank(name: str, engines: list[str], what: str, folder: Path, rank: int, wor
         for step in steps.values():
             step()
             step()
-        result = dict(_timed(steps, float(seconds), world))
+        result = dict(_timed(steps, float(seconds)))
     else:
         result = {engine: peak_of(step, 3) for engine, step in steps.items()}
     (folder / f"{rank}.json").write_text(json.dumps(result))

@@ -32,6 +32,14 @@ Norm = Literal["none", "group"]
 Schedule = Literal["constant", "linear"]
 
 
+def scheduled(optimizer: torch.optim.Optimizer, schedule: Schedule, steps: int | float) -> Any:
+    """What ``configure_optimizers`` returns: with ``"linear"`` the learning rate falls to 0 at step ``steps``."""
+    if schedule == "constant":
+        return optimizer
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=int(steps))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": decay, "interval": "step"}}
+
+
 class StandardizedConv2d(nn.Conv2d):
     """Each filter is centred and scaled to unit length before it is used (weight standardization, Qiao et al. 2019)."""
 
@@ -105,11 +113,7 @@ class TutorialCNN(L.LightningModule):
             )
         else:
             optimizer = torch.optim.Adam(self.parameters(), lr=hp.lr, weight_decay=hp.weight_decay)
-        if hp.schedule == "constant":
-            return optimizer
-        steps = self.trainer.estimated_stepping_batches
-        decay = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": decay, "interval": "step"}}
+        return scheduled(optimizer, hp.schedule, self.trainer.estimated_stepping_batches)
 
 
 class IdxData(L.LightningDataModule):

@@ -14,17 +14,21 @@ from lightning_lap2._version import __version__
 
 if TYPE_CHECKING:
     from lightning_lap2.batches import register_batch_type
+    from lightning_lap2.errors import IsolationError, UnsupportedModelError, UnsupportedSettingError
     from lightning_lap2.gradients.norms import gradient_norms, suggest_max_grad_norm
     from lightning_lap2.gradients.suggest import suggest
     from lightning_lap2.lightning import Lap2Privacy
     from lightning_lap2.report import PrivacyReport
 
 __all__ = [
-    "Lap2Privacy", "PrivacyReport", "__version__", "gradient_norms", "register_batch_type", "suggest",
-    "suggest_max_grad_norm",
+    "IsolationError", "Lap2Privacy", "PrivacyReport", "UnsupportedModelError", "UnsupportedSettingError", "__version__",
+    "gradient_norms", "register_batch_type", "suggest", "suggest_max_grad_norm",
 ]  # fmt: skip
 
 _HOMES = {
+    "IsolationError": "lightning_lap2.errors",
+    "UnsupportedModelError": "lightning_lap2.errors",
+    "UnsupportedSettingError": "lightning_lap2.errors",
     "Lap2Privacy": "lightning_lap2.lightning",
     "PrivacyReport": "lightning_lap2.report",
     "register_batch_type": "lightning_lap2.batches",

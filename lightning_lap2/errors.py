@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["IsolationError", "UnsupportedModelError", "UnsupportedSettingError"]
+
 
 class UnsupportedSettingError(ValueError):
     """A setting of Trainer, callback, loader or module that is not proven sound; the message names it, its value and

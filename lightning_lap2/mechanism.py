@@ -100,11 +100,6 @@ class Mechanism:
         return self.noise_multiplier * self.max_grad_norm if self.noise_multiplier > 0 else 0.0
 
     @property
-    def standard_deviation(self) -> float:
-        """Standard deviation of the noise on one coordinate of the sum."""
-        return self.noise.standard_deviation * self.scale
-
-    @property
     def family(self) -> Family:
         """What is known of every mechanism of this name."""
         return family_of(self.name)

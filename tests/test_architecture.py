@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from torch import Tensor, nn
 
 import lightning_lap2
+from lightning_lap2 import errors
 from lightning_lap2.choices import (
     MECHANISMS,
     Bound,
@@ -40,6 +42,10 @@ ARROWS: dict[str, set[str]] = {
     "finished": {"accounting", "report"},
     "cli": {"accounting", "report", "figures", "finished"},  # what trains is imported by the command that is called
     "callback": {"accounting", "mechanism", "report", "noise", "batches", "sampling", "gradients"},
+    "audit": {"accounting", "report", "noise", "batches", "sampling", "gradients", "figures", "callback"},
+    "selection": {"accounting", "report", "batches", "callback"},
+    "lightning": {"callback"},
+    "pytorch_lightning": {"callback"},
 }
 
 
@@ -100,6 +106,58 @@ def test_no_private_name_crosses_a_package() -> None:
             for reached in own(module, names) - {package(file)} - GROUND:
                 hidden = [name for name in (*names, *module.split(".")[1:]) if name.startswith("_")]
                 assert not hidden, f"{file.relative_to(ROOT)} takes {hidden} from {reached}"
+
+
+def where(file: Path, node: ast.AST) -> str:
+    return f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', '')}: {ast.unparse(node)}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@cache
+def defined(file: Path) -> frozenset[str]:
+    """Private functions, classes and attributes that a file makes."""
+    found = set()
+    for node in ast.walk(tree(file)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return frozenset(filter(is_private, found))
+
+
+@cache
+def privates_of_lightning() -> frozenset[str]:
+    """Private attributes that Lightning's classes define, but for those that a torch module has too."""
+    import lightning
+
+    assert lightning.__file__ is not None
+    found: set[str] = set()
+    for file in Path(lightning.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    torchs = {*dir(nn.Module()), *dir(Tensor)}
+    return frozenset(filter(is_private, found - torchs))
+
+
+def test_no_private_attribute_crosses_a_package() -> None:
+    """An object's private attributes are read and written in the package that its class is in."""
+    by_package: dict[str, set[str]] = {}
+    for file in FILES:
+        by_package.setdefault(package(file), set()).update(defined(file))
+    foreign = {*dir(nn.Module()), *dir(Tensor), "_make", "_fields"} | privates_of_lightning()
+    for file in FILES:
+        others = {name for other, names in by_package.items() if other != package(file) for name in names}
+        taken = others - by_package[package(file)] - foreign
+        for node in ast.walk(tree(file)):
+            assert not (isinstance(node, ast.Attribute) and node.attr in taken), where(file, node)
 
 
 def test_torchs_private_functorch_is_in_one_file() -> None:
@@ -193,3 +251,10 @@ def test_only_what_is_exported_is_registered_from_outside() -> None:
         ("lightning_lap2.gradients.ghost", "register_ghost_rule"),
     ]:
         assert name in import_module(package).__all__
+
+
+def test_every_error_can_be_caught_by_a_public_name() -> None:
+    assert set(errors.__all__) <= set(lightning_lap2.__all__)
+    assert set(errors.__all__) == {name for name, found in vars(errors).items() if isinstance(found, type)}
+    for name in errors.__all__:
+        assert getattr(lightning_lap2, name) is getattr(errors, name)

@@ -1,14 +1,15 @@
-"""BLEU, NIST, ROUGE-L and CIDEr of generated sentences with several references each, from the usual packages."""
+"""BLEU, NIST, METEOR, ROUGE-L and CIDEr of sentences with several references each, from the usual packages."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import zip_longest
+from shutil import which
 from typing import Any
 
-NAMES = ("bleu", "nist", "rouge_l", "cider")
-# METEOR is left out: NLTK's needs WordNet's files, which no package index has; the reference one needs Java.
+NAMES = ("bleu", "nist", "meteor", "rouge_l", "cider")
 
 
 def scores(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
@@ -18,9 +19,10 @@ def scores(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> di
         references: at least one for each hypothesis.
 
     Returns:
-        ``bleu``: sacreBLEU, 0 to 100, cased, 13a tokens. ``nist``: NLTK, n = 5. ``rouge_l``: rouge-score's F measure
-        against the best reference, 0 to 1, the mean over hypotheses. ``cider``: pycocoevalcap, 0 to 10, with document
-        frequencies of these references.
+        ``bleu``: sacreBLEU, 0 to 100, cased, 13a tokens. ``nist``: NLTK, n = 5. ``meteor``: METEOR 1.5 for English with
+        its synonyms and paraphrases, which pycocoevalcap brings, 0 to 1; NaN where there is no ``java`` to run it.
+        ``rouge_l``: rouge-score's F measure against the best reference, 0 to 1, the mean over hypotheses. ``cider``:
+        pycocoevalcap, 0 to 10, with document frequencies of these references.
 
     Raises:
         ValueError: not one list of references for each hypothesis, or an empty one.
@@ -31,6 +33,7 @@ def scores(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> di
     return {
         "bleu": package("sacrebleu").corpus_bleu(list(hypotheses), list(zip_longest(*references)), force=True).score,
         "nist": nist(hypotheses, references),
+        "meteor": meteor(hypotheses, references) if which("java") else math.nan,
         "rouge_l": rouge_l(hypotheses, references),
         "cider": cider(hypotheses, references),
     }
@@ -51,6 +54,23 @@ def rouge_l(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> f
     return sum(scorer.score_multi(group, hypothesis)["rougeL"].fmeasure for hypothesis, group in pairs) / len(
         hypotheses
     )
+
+
+def meteor(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    score, _ = (
+        package("pycocoevalcap.meteor.meteor")
+        .Meteor()
+        .compute_score(
+            {i: [one_line(reference) for reference in group] for i, group in enumerate(references)},
+            {i: [one_line(hypothesis)] for i, hypothesis in enumerate(hypotheses)},
+        )
+    )
+    return float(score)
+
+
+def one_line(sentence: str) -> str:
+    """As METEOR's process reads it: in lower case, bars separate fields. An empty sentence would end a line early."""
+    return " ".join(sentence.replace("|||", " ").lower().split()) or "."
 
 
 def cider(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> float:

@@ -28,6 +28,7 @@ COLUMNS = (
     "noise multiplier",
     "steps",
     "batch",
+    "accounting",
     "runs",
     "accuracy",
     "mean",
@@ -35,17 +36,21 @@ COLUMNS = (
     "paper (Lap2)",
     "CPU s per run",
 )
+_SETTING = ("dataset", "recipe", "mechanism", "eps", "steps", "batch_size", "accounting")
 
 
 def table(rows: Sequence[Mapping[str, str]], *, digits: int = 2) -> str:
-    """Rows that differ in their seed only become one line; the standard deviation is over seeds (n - 1)."""
+    """Rows that differ in their seed only become one line; the standard deviation is over seeds (n - 1).
+
+    Rows of another accounting have other noise at the same epsilon: they are a line of their own.
+    """
     groups: dict[tuple[str, ...], list[Mapping[str, str]]] = defaultdict(list)
     for row in rows:
-        key = tuple(row[name] for name in ("dataset", "recipe", "mechanism", "eps", "steps", "batch_size"))
+        key = tuple(row[name] for name in _SETTING)
         groups[key].append(row)
     lines = [" | ".join(("", *COLUMNS, "")).strip(), "|" + "---|" * len(COLUMNS)]
-    for key in sorted(groups, key=lambda key: (key[0], key[1], -float(key[3]), key[2])):
-        dataset, recipe, mechanism, eps, steps, batch = key
+    for key in sorted(groups, key=lambda key: (key[0], key[1], -float(key[3]), key[2], key[6])):
+        dataset, recipe, mechanism, eps, steps, batch, accounting = key
         group = groups[key]
         accuracies = [float(row["accuracy"]) for row in group]
         paper = PAPER.get(dataset, {}).get(eps) if mechanism == "laplace" else None
@@ -58,6 +63,7 @@ def table(rows: Sequence[Mapping[str, str]], *, digits: int = 2) -> str:
             f"{float(group[0]['noise_multiplier']):.4g}",
             steps,
             batch,
+            accounting,
             str(len(group)),
             ", ".join(f"{accuracy:.{digits}f}" for accuracy in accuracies),
             f"{statistics.mean(accuracies):.{digits}f}",

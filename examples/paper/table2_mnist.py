@@ -20,8 +20,8 @@ import _path  # noqa: F401
 import lightning as L
 from fashion_mnist import IdxData, TutorialCNN
 from recipes import Recipe, RecipeName, recipe
-from recording import Results, parser, versions
-from training import averaged, clipping_norm, quiet
+from recording import ACCOUNTING, ClippingName, Results, parser, versions
+from training import averaged, clipping_norm, held_out, quiet
 
 from lightning_lap2 import Lap2Privacy
 
@@ -35,7 +35,8 @@ def run(data: IdxData, key: dict[str, Any], chosen: Recipe, *, engine: str, prog
     model = TutorialCNN(**chosen.model)
     dimension = sum(p.numel() for p in model.parameters())
     norm = clipping_norm(key["mechanism"], chosen.max_grad_norm, dimension)
-    privacy = Lap2Privacy(key["eps"], key["delta"], norm, mechanism=key["mechanism"], engine=engine)
+    options = {"mechanism": key["mechanism"], "clipping": key["clipping"], "engine": engine}
+    privacy = Lap2Privacy(key["eps"], key["delta"], norm, **options)
     trainer = L.Trainer(
         max_steps=chosen.steps,
         max_epochs=-1,
@@ -59,7 +60,7 @@ def run(data: IdxData, key: dict[str, Any], chosen: Recipe, *, engine: str, prog
         "noise_multiplier": privacy.noise_multiplier,
         "sample_rate": privacy.sample_rate,
         "dimension": dimension,
-        "max_grad_norm": norm,
+        "clipping_norm": norm,
         "accuracy": 100 * accuracy,
         "seconds": seconds,
         "cpu_seconds": cpu,
@@ -75,12 +76,16 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     flags.add_argument("--engine", type=str, default="ghost", help="vmap, ghost or loop (laplace_l1 runs under vmap)")
     flags.add_argument("--steps", type=int, default=None, help="instead of the recipe's")
     flags.add_argument("--batch-size", type=int, default=None, help="instead of the recipe's")
+    flags.add_argument("--max-grad-norm", type=float, default=None, help="C, instead of the recipe's")
+    flags.add_argument("--clipping", type=ClippingName, default="flat", help="flat, automatic, per_layer or adaptive")
+    flags.add_argument("--held-out", type=int, default=0, help="test on so many training images (to choose settings)")
     args = flags.parse_args(argv)
     quiet(args.progress)
     results, rows = Results(Path(args.csv)), []
     for mechanism, eps, seed in product(args.mechanism, args.eps, args.seeds):
         chosen = recipe(args.recipe, eps)
-        chosen = replace(chosen, steps=args.steps or chosen.steps, batch_size=args.batch_size or chosen.batch_size)
+        given = {name: args[name] for name in ("steps", "batch_size", "max_grad_norm") if args[name] is not None}
+        chosen = replace(chosen, **given)
         key = {
             "dataset": args.dataset,
             "recipe": args.recipe,
@@ -89,13 +94,20 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
             "delta": args.delta,
             "steps": chosen.steps,
             "batch_size": chosen.batch_size,
+            "clipping": args.clipping,
+            "max_grad_norm": chosen.max_grad_norm,
+            "held_out": args.held_out,
             "seed": seed,
+            "accounting": ACCOUNTING,
         }
         if results.has(key):
             print("exists already:", *key.values())
             continue
         engine = "vmap" if mechanism == "laplace_l1" else args.engine
-        row = run(IdxData(args.data), key, chosen, engine=engine, progress=args.progress)
+        data = IdxData(args.data)
+        if args.held_out:
+            data.train, data.test = held_out(data.train, args.held_out)
+        row = run(data, key, chosen, engine=engine, progress=args.progress)
         results.add(row)
         rows.append(row)
         print(*key.values(), f"-> {row['accuracy']:.2f} % at epsilon {row['epsilon']:.4f}", flush=True)

@@ -1,14 +1,16 @@
 """Table II, CIFAR-10 with a pretrained vision transformer, at eps = 0.75 and 0.5.
 
-    python examples/paper/table2_vit.py --vit VIT --data CIFAR10 --cache features.pt
-    python examples/paper/table2_vit.py --vit VIT --data CIFAR10 --cache features.pt --mechanism gaussian
+    python examples/paper/table2_vit.py --vit VIT --data CIFAR10 --cache features
+    python examples/paper/table2_vit.py --vit VIT --data CIFAR10 --cache features --mechanism gaussian
     python examples/paper/table2_vit.py --vit VIT --data CIFAR10 --tune lora --subset 2000 --max-steps 20
 
 ``VIT`` is a folder of a transformers ViT or DINOv2 model, or an ONNX file of the latter (``vit.py``). ``CIFAR10`` is a
 folder with ``train.zip`` and ``test.zip`` of ``class/name.jpg`` (or ``.png``).
 
-``--tune head`` (default) trains a linear head on frozen features, which are computed once per image and kept by
-``--cache``: a function of each record alone. ``--tune lora`` and ``--tune full`` run the transformer in every step.
+``--tune head`` (default) trains a linear head on frozen features, which are computed once per image and kept in the
+folder ``--cache`` (``chunks.py``: it can be stopped at any time): a function of each record alone. ``--tune lora`` and
+``--tune full`` run the transformer in every step. Settings are chosen with ``--held-out N``: the last N of the training
+images in their fixed order are tested on in place of the test set, and not trained on.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ import _path  # noqa: F401
 import numpy as np
 import torch
 import torch.nn.functional as F
+from chunks import in_chunks
 from data import Rows, loader
-from finetuning import cached
 from jsonargparse import Namespace
 from torch import Tensor, nn
-from training import Row, fit, flags, summary, sweep
+from training import Row, fit, flags, held_out, summary, sweep
 from tuning import Classifier, centred, prepare, test_accuracy, tuning_flags
 from vit import load_vit
 
@@ -58,16 +60,11 @@ def pooled(vit: nn.Module, images: Tensor, pixels: int) -> Tensor:
 
 
 @torch.no_grad()
-def features(vit: nn.Module, rows: Rows, pixels: int, what: str) -> list[Tensor]:
-    """Features ``[N, 2 D]`` of all images, in bfloat16 arithmetic, and the labels ``[N]``."""
+def features(vit: nn.Module, images: Tensor, pixels: int) -> Tensor:
+    """Features ``[N, 2 D]`` of images ``[N, 3, H, W]``, in bfloat16 arithmetic."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    vit, found = vit.to(device), []
     with torch.autocast(device.type, torch.bfloat16):
-        for part in rows.images.split(32):
-            found.append(pooled(vit, part.to(device), pixels).cpu())
-            if len(found) % 50 == 0:
-                print(f"features of {what}: {32 * len(found)} of {len(rows)}", flush=True)
-    return [torch.cat(found), rows.labels]
+        return torch.cat([pooled(vit.to(device), part.to(device), pixels).cpu() for part in images.split(32)])
 
 
 class ViTClassifier(Classifier):
@@ -81,18 +78,22 @@ class ViTClassifier(Classifier):
         return centred(pooled(self.backbone, inputs[0], self.pixels))
 
 
-def files(args: Namespace) -> list[tuple[Path, int | None]]:
-    return [(Path(args.data) / "train.zip", args.subset), (Path(args.data) / "test.zip", args.test_subset)]
-
-
-def head_rows(args: Namespace) -> tuple[Rows, Rows]:
-    def compute() -> list[list[Tensor]]:
+def data_sets(args: Namespace) -> tuple[Rows, Rows]:
+    """What is trained and what is tested on: images, or their features for ``--tune head``."""
+    train = read_images(Path(args.data) / "train.zip", args.subset)
+    test = None if args.held_out else read_images(Path(args.data) / "test.zip", args.test_subset)
+    if args.tune == "head":
         vit = load_vit(args.vit, args.pixels)
-        return [features(vit, read_images(file, limit), args.pixels, file.name) for file, limit in files(args)]
+        train = head_rows(vit, train, args, "train")
+        test = test and head_rows(vit, test, args, "test")
+    return (train, test) if test else held_out(train, args.held_out)
 
-    key = [args.vit, args.data, args.subset, args.test_subset, args.pixels]
-    train, test = cached(args.cache, key, compute)
-    return Rows(centred(train[0]), train[1]), Rows(centred(test[0]), test[1])
+
+def head_rows(vit: nn.Module, rows: Rows, args: Namespace, what: str) -> Rows:
+    key = {"vit": Path(args.vit).name, "data": Path(args.data).name, "pixels": args.pixels, "split": what}
+    folder = f"{args.cache}/{what}" if args.cache else None
+    found = in_chunks(folder, key, len(rows), lambda chosen: features(vit, rows.images[chosen], args.pixels))
+    return Rows(centred(found), rows.labels)
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
@@ -106,14 +107,15 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--data", type=str, required=True, help="folder with train.zip and test.zip of class/name.jpg")
     parser.add_argument("--pixels", type=int, default=84, help="images are scaled up to this, a multiple of the patch")
     parser.add_argument("--test-subset", type=int, default=None, help="test on so many images")
+    parser.add_argument("--held-out", type=int, default=0, help="test on so many training images (to choose settings)")
     tuning_flags(parser)
     args = parser.parse_args(argv)
     head = args.tune == "head"
-    train, test = head_rows(args) if head else [read_images(*file) for file in files(args)]
+    train, test = data_sets(args)
     classes = int(train.labels.max()) + 1
 
     def run(mechanism: str, eps: float, seed: int) -> Row:
-        options = {"classes": classes, "lr": args.lr, "optimizer": args.optimizer, "backbone_lr": args.backbone_lr}
+        options = {"classes": classes, **{name: args[name] for name in ("lr", "optimizer", "schedule", "backbone_lr")}}
         if head:
             model = Classifier(train.images.shape[1], **options)
         else:
@@ -125,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         return {**spent, "accuracy": test_accuracy(model, loader(test, 500))}
 
     settings = {"experiment": "cifar10", "weights": args.vit}
-    names = ("tune", "rank", "pixels", "optimizer", "backbone_lr", "test_subset")
+    names = ("tune", "rank", "pixels", "optimizer", "schedule", "backbone_lr", "test_subset", "held_out")
     rows = sweep(args, {**settings, **{name: args[name] for name in names}}, run)
     print(summary(rows, ["accuracy", "epsilon"]))
     return rows

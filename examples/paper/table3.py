@@ -1,16 +1,16 @@
 """Table III: SST-2 and QNLI with a pretrained BERT-family encoder, at eps = 3.7, 1.15, 0.92 and 0.53.
 
-    python examples/paper/table3.py --task sst2 --encoder MODEL --data SST2 --cache sst2.pt
-    python examples/paper/table3.py --task qnli --encoder MODEL --data QNLI --cache qnli.pt --mechanism gaussian
+    python examples/paper/table3.py --task sst2 --encoder MODEL --data SST2 --cache sst2
+    python examples/paper/table3.py --task qnli --encoder MODEL --data QNLI --cache qnli --mechanism gaussian
     python examples/paper/table3.py --task sst2 --encoder ROBERTA --data SST2 --tune lora --physical-batch 32
 
 ``MODEL`` is a folder that transformers can load (BERT, RoBERTa, MPNet, ...). ``SST2`` holds ``train.tsv`` and
 ``test.tsv`` of ``text<TAB>label`` (or GLUE's ``train.tsv`` and ``dev.tsv`` with their header). ``QNLI`` holds GLUE's
 ``train.tsv`` and ``dev.tsv``; without ``train.tsv``, four fifths of ``dev.tsv`` are trained on and one fifth is tested.
 
-``--tune head`` (default) trains a linear head on frozen features, computed once per record and kept by ``--cache``: the
-mean over the words; for a pair (u, v) of texts, each read by itself, u, v, |u - v| and u v sqrt(D). ``--tune lora`` and
-``--tune full`` run the encoder in every step, on both texts of a pair at once.
+``--tune head`` (default) trains a linear head on frozen features, computed once per record and kept in the folder
+``--cache``: the mean over the words; for a pair (u, v) of texts, each read by itself, u, v, |u - v| and u v sqrt(D).
+``--tune lora``, ``bias`` and ``full`` run the encoder in every step, on both texts of a pair at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Literal
 import _path  # noqa: F401
 import numpy as np
 import torch
-from finetuning import cached
+from chunks import in_chunks
 from jsonargparse import Namespace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -86,23 +86,20 @@ def mean_over_words(encoder: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def frozen_features(encoder: nn.Module, folder: str, records: Records, tokens: int, what: str) -> list[Tensor]:
-    """Features ``[N, D]`` of single texts, ``[N, 4 D]`` of pairs, in bfloat16 arithmetic, and labels ``[N]``."""
+def frozen_features(encoder: nn.Module, folder: str, records: Records, tokens: int) -> Tensor:
+    """Features ``[N, D]`` of single texts, ``[N, 4 D]`` of pairs, in bfloat16 arithmetic."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     encoder, columns = encoder.to(device), []
     for column in zip(*(texts for texts, _ in records), strict=True):
         ids, masks = tokenized(folder, [column], tokens)
         x = torch.empty(len(ids), encoder.config.hidden_size)
-        for count, chosen in enumerate(masks.sum(1).argsort().split(64), start=1):  # by length: little padding
+        for chosen in masks.sum(1).argsort().split(64):  # by length: little padding
             used = int(masks[chosen].sum(1).max())  # no features depend on the padding that is cut off here
             part, mask = ids[chosen, :used].to(device), masks[chosen, :used].to(device)
             with torch.autocast(device.type, torch.bfloat16):
                 x[chosen] = mean_over_words(encoder, part, mask).cpu()
-            if count % 20 == 0:
-                print(f"features of {what}: {64 * count} of {len(ids)}", flush=True)
         columns.append(torch.nn.functional.normalize(x, dim=-1))
-    x = columns[0] if len(columns) == 1 else paired(*columns)
-    return [x, torch.tensor([label for _, label in records])]
+    return columns[0] if len(columns) == 1 else paired(*columns)
 
 
 def paired(u: Tensor, v: Tensor) -> Tensor:
@@ -128,22 +125,27 @@ def load_encoder(folder: str) -> nn.Module:
 
 
 def data_sets(args: Namespace) -> tuple[TensorDataset, TensorDataset]:
-    def compute() -> list[list[Tensor]]:
-        both = zip(("train", "test"), splits(args.data, args.subset), strict=True)
-        if args.tune == "head":
-            encoder = load_encoder(args.encoder).requires_grad_(False)
-            return [frozen_features(encoder, args.encoder, part, args.tokens, what) for what, part in both]
-        return [
-            [
-                *tokenized(args.encoder, list(zip(*(texts for texts, _ in part), strict=True)), args.tokens),
-                torch.tensor([label for _, label in part]),
-            ]
-            for _, part in both
-        ]
-
-    key = [args.encoder, args.data, args.subset, args.tokens, args.tune == "head"]
-    train, test = (TensorDataset(*part) for part in cached(args.cache, key, compute))
+    """Inputs and labels of the records to train and to test on: features, or ids and masks ``[N, tokens]``."""
+    both = dict(zip(("train", "test"), splits(args.data, args.subset), strict=True))
+    encoder = load_encoder(args.encoder).requires_grad_(False) if args.tune == "head" else None
+    train, test = (TensorDataset(*inputs(args, encoder, records, what)) for what, records in both.items())
     return train, test
+
+
+def inputs(args: Namespace, encoder: nn.Module | None, records: Records, what: str) -> list[Tensor]:
+    """
+    Args:
+        encoder: computes features; ``None``: it is trained, and reads ids and masks.
+    """
+    labels = torch.tensor([label for _, label in records])
+    if encoder is None:
+        return [*tokenized(args.encoder, list(zip(*(texts for texts, _ in records), strict=True)), args.tokens), labels]
+    folder = f"{args.cache}/{what}" if args.cache else None
+    key = {"encoder": Path(args.encoder).name, "task": args.task, "tokens": args.tokens, "split": what}
+    found = in_chunks(
+        folder, key, len(records), lambda chosen: frozen_features(encoder, args.encoder, records[chosen], args.tokens)
+    )
+    return [found, labels]
 
 
 def part(rows: TensorDataset, chosen: slice) -> TensorDataset:
@@ -170,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     classes = int(train.tensors[-1].max()) + 1
 
     def run(mechanism: str, eps: float, seed: int) -> Row:
-        options: dict[str, Any] = {"lr": args.lr, "optimizer": args.optimizer, "backbone_lr": args.backbone_lr}
+        options: dict[str, Any] = {name: args[name] for name in ("lr", "optimizer", "schedule", "backbone_lr")}
         if args.tune == "head":
             model = Classifier(train.tensors[0].shape[1], classes, **options)
         else:
@@ -181,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         return {**spent, "accuracy": test_accuracy(model, DataLoader(test, batch_size=256))}
 
     settings = {"experiment": args.task, "weights": args.encoder}
-    names = ("tune", "rank", "tokens", "optimizer", "backbone_lr", "held_out")
+    names = ("tune", "rank", "tokens", "optimizer", "schedule", "backbone_lr", "held_out")
     rows = sweep(args, {**settings, **{name: args[name] for name in names}}, run)
     print(summary(rows, ["accuracy", "epsilon"]))
     return rows

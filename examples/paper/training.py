@@ -10,15 +10,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import _path  # noqa: F401
 import lightning as L
+from data import Rows
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
-from recording import Results, parser, versions
+from recording import ACCOUNTING, ClippingName, Results, parser, versions
 from torch.utils.data import DataLoader
 
 from lightning_lap2 import Lap2Privacy
 
 Row = dict[str, Any]
-SETTINGS = ("delta", "batch_size", "max_grad_norm", "lr", "averaging", "subset")
+SETTINGS = ("delta", "batch_size", "max_grad_norm", "clipping", "lr", "averaging", "subset")
 
 
 def flags(description: str, *, eps: Sequence[float], csv_name: str, **defaults: Any) -> ArgumentParser:
@@ -31,6 +33,7 @@ def flags(description: str, *, eps: Sequence[float], csv_name: str, **defaults: 
     out.add_argument("--batch-size", type=int, default=defaults["batch_size"], help="expected: q = this / N")
     out.add_argument("--physical-batch", type=int, default=None, help="of one backward; accumulated to --batch-size")
     out.add_argument("--max-grad-norm", type=float, default=defaults["max_grad_norm"], help="C, in l2 norm")
+    out.add_argument("--clipping", type=ClippingName, default="flat", help="flat, automatic, per_layer or adaptive")
     out.add_argument("--lr", type=float, default=defaults["lr"])
     out.add_argument(
         "--averaging", type=float, default=defaults["averaging"], help="decay of the weights' moving average"
@@ -57,7 +60,8 @@ def sweep(args: Namespace, settings: Row, run: Callable[[str, float, int], Row])
     results, asked = Results(Path(args.csv)), []
     runs = [(m, eps, seed) for m in args.mechanism for eps in args.eps for seed in args.seeds]
     for number, (mechanism, eps, seed) in enumerate(runs if args.private else plain(args.seeds), start=1):
-        common = {name: args[name] for name in SETTINGS} | {"planned_steps": planned(args)}
+        common = {name: args[name] for name in SETTINGS}
+        common |= {"planned_steps": planned(args), "accounting": ACCOUNTING}
         key = {**settings, "mechanism": mechanism, "eps": eps, "seed": seed, **common}
         asked.append(key)
         title = f"[{number}] {settings['experiment']} {mechanism} eps={eps:g} seed={seed}"
@@ -92,6 +96,11 @@ def shown(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
+def held_out(rows: Rows, number: int) -> tuple[Rows, Rows]:
+    """All but the last ``number`` training records, and those: settings are chosen on records, not on a test set."""
+    return Rows(rows.images[:-number], rows.labels[:-number]), Rows(rows.images[-number:], rows.labels[-number:])
+
+
 def clipping_norm(mechanism: str, max_grad_norm: float, dimension: int) -> float:
     """C for the mechanism's own norm.
 
@@ -101,7 +110,9 @@ def clipping_norm(mechanism: str, max_grad_norm: float, dimension: int) -> float
     return max_grad_norm * math.sqrt(2 * dimension / math.pi) if mechanism == "laplace_l1" else max_grad_norm
 
 
-def privacy_for(args: Namespace, mechanism: str, eps: float, dimension: int) -> Lap2Privacy | None:
+def privacy_for(
+    args: Namespace, mechanism: str, eps: float, dimension: int, augmentations: int = 1
+) -> Lap2Privacy | None:
     """The callback; ``None`` for the run without privacy."""
     if mechanism == "none":
         return None
@@ -109,7 +120,8 @@ def privacy_for(args: Namespace, mechanism: str, eps: float, dimension: int) -> 
     if engine == "auto":
         engine = "vmap" if mechanism == "laplace_l1" else "ghost"
     norm = clipping_norm(mechanism, args.max_grad_norm, dimension)
-    return Lap2Privacy(eps, args.delta, norm, mechanism=mechanism, engine=engine)
+    options = {"mechanism": mechanism, "engine": engine, "clipping": args.clipping}
+    return Lap2Privacy(eps, args.delta, norm, augmentations=augmentations, **options)
 
 
 def averaged(decay: float) -> list[L.Callback]:
@@ -133,12 +145,13 @@ def fit(
     eps: float,
     validation: DataLoader[Any] | None = None,
     *,
+    augmentations: int = 1,
     callbacks: Sequence[L.Callback] = (),
     **options: Any,
 ) -> Row:
     """Trains for the planned steps; the columns that say what was spent. ``options`` are the Trainer's."""
     dimension = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    privacy = privacy_for(args, mechanism, eps, dimension)
+    privacy = privacy_for(args, mechanism, eps, dimension, augmentations)
     trainer = L.Trainer(
         max_steps=planned(args),
         max_epochs=-1,

@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_lap2.accounting import _check
+from lightning_lap2 import _validate
 from lightning_lap2.accounting.budget import most_steps
 from lightning_lap2.accounting.composition import Composition
 from lightning_lap2.accounting.forecast import EpsilonForecast, build_forecast
-from lightning_lap2.accounting.release import Release, check_pair, warn_if_unsound
+from lightning_lap2.accounting.release import Release, known_pair, warn_if_unsound
 from lightning_lap2.accounting.routes.best import best_delta, best_epsilon, orders_epsilon
 from lightning_lap2.accounting.routes.moments import Array, renyi_divergences
 from lightning_lap2.accounting.routes.orders import Orders
@@ -51,7 +51,7 @@ class MajorizedAccountant:
     """
 
     def __init__(self, bound: str = "tight", mechanism: str = "laplace") -> None:
-        self.mechanism, self.bound = check_pair(mechanism, bound)
+        self.mechanism, self.bound = known_pair(mechanism, bound)
         self._ledger: dict[Release, int] = {}
         self._steps = 0
         warn_if_unsound(self.bound)
@@ -91,8 +91,8 @@ class MajorizedAccountant:
 
     def charge(self, release: Release, steps: int = 1) -> None:
         """Charge ``steps`` times one release: :meth:`step` for an event that is at hand."""
-        steps = _check.steps(steps)
-        if self._steps + steps > _check.MAX_STEPS:
+        steps = _validate.steps("steps", steps)
+        if self._steps + steps > _validate.MAX_STEPS:
             raise ValueError(f"steps must be an integer in [0, 2**53] in total, got {self._steps + steps}")
         self._steps += steps
         if steps:
@@ -107,17 +107,17 @@ class MajorizedAccountant:
             orders_only: the plain minimum over integer orders, without sharpening: for comparison with
                 reference values. Never smaller than the default.
         """
-        delta = _check.delta(delta)
+        delta = _validate.probability("delta", delta)
         return (orders_epsilon if orders_only else best_epsilon)(self.composition, delta)
 
     def delta(self, *, eps: float) -> float:
         """Smallest provable delta at ``eps``, in [0, 1]."""
-        return best_delta(self.composition, _check.eps(eps))
+        return best_delta(self.composition, _validate.non_negative("eps", eps))
 
     def best_order(self, delta: float) -> float:
         """Order (lambda + 1 in the paper) that gives the smallest epsilon by moments; inf where none is finite."""
         composition = self.composition
-        remaining = composition.after_bare(_check.delta(delta))
+        remaining = composition.after_bare(_validate.probability("delta", delta))
         if remaining is None or remaining == 0.0 or not composition.noisy:
             return math.inf
         return Orders(composition).best_order(remaining)
@@ -171,7 +171,12 @@ class MajorizedAccountant:
             7468
         """
         release = Release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
-        return most_steps(self.composition, release, eps=_check.eps(eps), delta=_check.delta(delta))
+        return most_steps(
+            self.composition,
+            release,
+            eps=_validate.non_negative("eps", eps),
+            delta=_validate.probability("delta", delta),
+        )
 
     def forecast(
         self,
@@ -214,7 +219,9 @@ class MajorizedAccountant:
             True
         """
         release = Release(noise_multiplier, sample_rate, dimension, extra_blocks, layers)
-        return build_forecast(self.composition, release, _check.steps(steps), _check.delta(delta))
+        return build_forecast(
+            self.composition, release, _validate.steps("steps", steps), _validate.probability("delta", delta)
+        )
 
     def copy(self) -> MajorizedAccountant:
         """An independent accountant with the same ledger."""

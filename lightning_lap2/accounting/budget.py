@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lightning_lap2.accounting import _check
+from lightning_lap2 import _validate
 from lightning_lap2.accounting._search import last_affordable, smallest_safe
 from lightning_lap2.accounting.composition import Composition
 from lightning_lap2.accounting.release import Release
@@ -69,7 +69,7 @@ def most_steps(spent: Composition, release: Release, *, eps: float, delta: float
 
     if math.isinf(eps) or (release.is_free and cost(0) <= eps):
         return math.inf
-    return last_affordable(cost, eps, _check.MAX_STEPS - spent.steps)
+    return last_affordable(cost, eps, _validate.MAX_STEPS - spent.steps)
 
 
 def _no_noise_serves(eps: float, delta: float, why: str) -> NoFiniteNoiseError:

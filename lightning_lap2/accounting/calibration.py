@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_lap2.accounting import _check
+from lightning_lap2 import _validate
 from lightning_lap2.accounting.accountant import MajorizedAccountant
 from lightning_lap2.accounting.budget import least_multiplier
-from lightning_lap2.accounting.release import Release, check_pair
+from lightning_lap2.accounting.release import Release, known_pair
 
 
 def calibrate_noise_multiplier(
@@ -57,8 +57,12 @@ def calibrate_noise_multiplier(
         >>> f"{m:.3f}"
         '1.456'
     """
-    mechanism, bound = check_pair(mechanism, bound)
-    eps, delta, steps = _check.eps(eps), _check.delta(delta), _check.steps(steps)
+    mechanism, bound = known_pair(mechanism, bound)
+    eps, delta, steps = (
+        _validate.non_negative("eps", eps),
+        _validate.probability("delta", delta),
+        _validate.steps("steps", steps),
+    )
     release = Release(math.inf, sample_rate, dimension, extra_blocks, layers)
     spent = MajorizedAccountant(bound=bound, mechanism=mechanism) if accountant is None else accountant
     if (spent.bound, spent.mechanism) != (bound, mechanism):
@@ -126,7 +130,7 @@ def optimize_clip_and_scale(
 
     Source: Lap2 (arXiv 2602.23516), Algorithm 1.
     """
-    norms = [_check.noise_multiplier(c, "max_grad_norms") for c in max_grad_norms]
+    norms = [_validate.non_negative("max_grad_norms", c) for c in max_grad_norms]
     if not norms or not all(0.0 < c < math.inf for c in norms):
         raise ValueError(f"max_grad_norms must hold at least one value, each in (0, inf), got {max_grad_norms!r}")
     multiplier = calibrate_noise_multiplier(

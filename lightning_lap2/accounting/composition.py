@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_lap2.accounting import _check
+from lightning_lap2 import _validate
 from lightning_lap2.accounting.release import Release
 from lightning_lap2.choices import Bound
 
@@ -37,7 +37,7 @@ class Composition:
         for release, steps in counts:
             merged[release] = merged.get(release, 0) + steps
         total = sum(merged.values())
-        if total > _check.MAX_STEPS:
+        if total > _validate.MAX_STEPS:
             raise ValueError(f"steps must be an integer in [0, 2**53] in total, got {total}")
         return cls(mechanism, bound, tuple((r, t) for r, t in merged.items() if t))
 

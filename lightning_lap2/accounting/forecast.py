@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from lightning_lap2.accounting import _check
+from lightning_lap2 import _validate
 from lightning_lap2.accounting.composition import Composition
 from lightning_lap2.accounting.release import Release
 from lightning_lap2.accounting.routes.best import best_routes, epsilon_by
@@ -111,7 +111,7 @@ def _lines(composition: Composition, release: Release, delta: float) -> tuple[Ar
         orders = np.asarray(ORDER_LEVELS[level], dtype=np.float64)
         spent = Orders(composition).level(level)
         slope = level_log_moments(release, composition.mechanism, composition.bound, level)
-        usable = (orders > 1.0) & (spent < INFINITE) & (slope < INFINITE / _check.MAX_STEPS)
+        usable = (orders > 1.0) & (spent < INFINITE) & (slope < INFINITE / _validate.MAX_STEPS)
         orders, spent, slope = orders[usable], spent[usable], slope[usable]
         constant = -(math.log(remaining) + np.log(orders)) / (orders - 1.0) + np.log1p(-1.0 / orders)
         intercepts.append(spent / (orders - 1.0) + constant)

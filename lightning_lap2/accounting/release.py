@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_lap2 import _validate
-from lightning_lap2.accounting import _check
 from lightning_lap2.accounting.family import family_of
 from lightning_lap2.choices import BOUNDS, Bound
 
@@ -20,7 +19,7 @@ class UnsoundBoundWarning(UserWarning):
     """The bound asked for reproduces a published formula that does not bound the privacy loss."""
 
 
-def check_pair(mechanism: object, bound: object) -> tuple[str, Bound]:
+def known_pair(mechanism: object, bound: object) -> tuple[str, Bound]:
     """Return the (mechanism, bound) pair if it is supported, else raise.
 
     Raises:
@@ -72,11 +71,11 @@ class Release:
     layers: Sequence[tuple[float, float, int]] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_multiplier", _check.noise_multiplier(self.noise_multiplier))
-        object.__setattr__(self, "sample_rate", _check.sample_rate(self.sample_rate))
-        object.__setattr__(self, "dimension", _check.dimension(self.dimension))
-        object.__setattr__(self, "extra_blocks", _check.blocks(self.extra_blocks))
-        object.__setattr__(self, "layers", _check.layers(self.layers, self.dimension))
+        object.__setattr__(self, "noise_multiplier", _validate.non_negative("noise_multiplier", self.noise_multiplier))
+        object.__setattr__(self, "sample_rate", _validate.probability("sample_rate", self.sample_rate))
+        object.__setattr__(self, "dimension", _validate.dimension("dimension", self.dimension))
+        object.__setattr__(self, "extra_blocks", _extra_blocks(self.extra_blocks))
+        object.__setattr__(self, "layers", _layers(self.layers, self.dimension))
 
     @property
     def blocks(self) -> tuple[tuple[float, float], ...]:
@@ -133,6 +132,30 @@ class Release:
         )
 
 
+def _extra_blocks(value: object) -> tuple[tuple[float, float], ...]:
+    name = "extra_blocks"
+    return tuple(
+        (_validate.dimension(f"{name} dimension", n), _validate.non_negative(f"{name} noise_multiplier", m))
+        for n, m in _validate.rows(name, value, "dimension", "noise_multiplier")
+    )
+
+
+def _layers(value: object, whole: float) -> tuple[tuple[float, float, int], ...]:
+    """As given, of a vector of ``whole`` coordinates."""
+    found = tuple(
+        (
+            _validate.dimension("layers dimension", n),
+            _validate.positive("layers share", share, finite=True),
+            _validate.steps("layers count", count),
+        )
+        for n, share, count in _validate.rows("layers", value, "dimension", "share", "count")
+    )
+    total = sum(n * count for n, _, count in found if count)
+    if found and total != whole:
+        raise ValueError(f"layers must hold as many coordinates as dimension={whole!r}, got {total!r}")
+    return found
+
+
 _NEEDED = {"noise_multiplier", "sample_rate", "dimension"}
 _OPTIONAL = {"extra_blocks", "layers"}
 
@@ -140,7 +163,7 @@ _OPTIONAL = {"extra_blocks", "layers"}
 def _encode(value: float) -> float | int | str:
     if math.isinf(value):
         return "inf"
-    return int(value) if value == math.floor(value) and abs(value) < _check.MAX_STEPS else value
+    return int(value) if value == math.floor(value) and abs(value) < _validate.MAX_STEPS else value
 
 
 def _decode(value: object) -> Any:

@@ -29,7 +29,6 @@ import numpy as np
 from scipy.optimize import brentq
 
 from lightning_lap2 import _validate
-from lightning_lap2.accounting import _check
 from lightning_lap2.accounting._search import last_affordable, smallest_safe
 from lightning_lap2.accounting.accountant import MajorizedAccountant
 from lightning_lap2.accounting.budget import NoFiniteNoiseError, least_multiplier, most_steps
@@ -278,7 +277,7 @@ class RunLimit:
                 total.charge(release, further)
                 return float(total.renyi_divergences([order])[0])
 
-            found.append(last_affordable(cost, value, _check.MAX_STEPS - spent.steps))
+            found.append(last_affordable(cost, value, _validate.MAX_STEPS - spent.steps))
         return min(found)
 
 

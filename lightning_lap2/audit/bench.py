@@ -64,7 +64,7 @@ class Bench:
     """Runs one training many times.
 
     The first run calibrates, checks the module and makes the claim. Further runs have its noise multiplier and its
-    number of steps, skip the self-check (module and data are the same), and must end with an equal ledger.
+    number of steps, skip the trial of the step (module and data are the same), and must end with an equal ledger.
 
     Args:
         training: what is run.

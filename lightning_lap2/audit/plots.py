@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_lap2.audit.bounds import GuessesBound, RatesBound
 from lightning_lap2.audit.result import AuditResult
-from lightning_lap2.figures.draw import require_matplotlib
+from lightning_lap2.figures.draw import check_matplotlib
 
 IN, OUT, CLAIM = "#1f77b4", "#ff7f0e", "#444444"
 
@@ -21,7 +21,7 @@ def plot(result: AuditResult, path: str | Path) -> Path:
         MissingMatplotlibError: matplotlib is missing.
         ValueError: a suffix that matplotlib does not write.
     """
-    require_matplotlib()
+    check_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")

@@ -52,7 +52,7 @@ class AdaptiveThreshold:
         self._target = TARGET_QUANTILE if settings.target_quantile is None else settings.target_quantile
         self._rate = CLIP_LEARNING_RATE if settings.clip_learning_rate is None else settings.clip_learning_rate
         self.value = self._start
-        if check_state(kept).get("start") == self._start:
+        if threshold_state(kept).get("start") == self._start:
             self.value = self._within_range(kept["threshold"])
 
     def follow(self, count: float, expected: float, part: float = 1.0) -> None:
@@ -83,7 +83,7 @@ class AdaptiveThreshold:
         return {"start": self._start, "threshold": self.value}
 
 
-def check_state(kept: Mapping[str, Any]) -> dict[str, float]:
+def threshold_state(kept: Mapping[str, Any]) -> dict[str, float]:
     """What a checkpoint holds of the threshold: nothing, or two positive numbers.
 
     Raises:

@@ -19,7 +19,7 @@ from lightning_lap2.callback.journal import local_path
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.preparing import Preparing
 from lightning_lap2.callback.readable import Readable
-from lightning_lap2.callback.reporting import RunFacts, announcement
+from lightning_lap2.callback.reporting import announcement, run_facts
 from lightning_lap2.callback.resume import find_ledger, keep_journal, open_journal
 from lightning_lap2.callback.run import Fit
 from lightning_lap2.callback.session import FitSession
@@ -79,7 +79,7 @@ class Lap2Core(Readable):
 
     def _planned(self, session: FitSession) -> None:
         """The plan stands, and no step was taken yet."""
-        self._account.facts = RunFacts.of(session)
+        self._account.facts = run_facts(session)
         fit = session.run.fit
         fit.say(announcement(session, self._ledger, self.scale, self.clipping_threshold))
         if fit.trainer.gradient_clip_val:
@@ -184,6 +184,7 @@ class Lap2Core(Readable):
             last_first.callback(preparing.fit.patches.undo)
             if session is not None:
                 last_first.callback(session.note_state)
+                last_first.callback(session.settle_weights)
                 self._note_facts(dimension=session.layout.numel)
                 last_first.callback(_even_if_interrupted, lambda: self._write_report(preparing.fit))
             last_first.callback(_even_if_interrupted, lambda: self._close_journal(completed=completed))

@@ -37,7 +37,7 @@ class FeedbackWatch:
             self._ledger.add_caveat(f"{sentence}, which is computed from training data without noise")
 
     def check_logged(self, *, refuse: bool = True) -> None:
-        """The same for the names that training has logged so far, beyond those the self-check saw.
+        """The same for the names that training has logged so far, beyond those that the trial of the step saw.
 
         Args:
             refuse: False once training is over: what was watched is then only noted in the report.

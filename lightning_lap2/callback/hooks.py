@@ -52,6 +52,7 @@ class HookWatch:
         fetches: calls a function, while it is entered, before each fetch from the data outside the loader.
         public: names of attributes and settings that the user vouches for.
         warn: says something once to the user.
+        settle: frees what a hook that used the model left of its weights on this rank; see ``FitSession``.
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class HookWatch:
         fetches: Callable[[Callable[[Any, str], None]], AbstractContextManager[None]],
         public: Sequence[str],
         warn: Callable[[str], None],
+        settle: Callable[[], None],
     ) -> None:
         self._trainer, self._module, self._pl = trainer, module, pl
         self._memory, self._ledger, self._public, self._warn = memory, ledger, frozenset(public), warn
         self._data, self._fetches = data, fetches
         self._read: set[int] = set()  # owners that have read a number of a record's
+        self._settle_weights = settle
         self._running: _Running | None = None
 
     def install(self, patches: Patches) -> None:
@@ -95,6 +98,7 @@ class HookWatch:
 
     @contextmanager
     def _around(self, owner: Any, name: str) -> Iterator[None]:
+        self._settle_weights()
         for optimizer in self._trainer.optimizers:
             self._memory.provenance.clean(
                 value
@@ -138,6 +142,7 @@ class HookWatch:
         Raises:
             UnsupportedSettingError: a parameter that the optimizer trains.
         """
+        self._settle_weights()
         nodes, has_read = running.seen.nodes_now(), id(running.owner) in self._read
         for node in nodes:
             for key, value in node.items.items():

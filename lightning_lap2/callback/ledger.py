@@ -11,19 +11,17 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_lap2 import _validate
 from lightning_lap2.accounting import MajorizedAccountant, Release
-from lightning_lap2.callback.adaptive import check_state
+from lightning_lap2.callback.adaptive import threshold_state
 from lightning_lap2.callback.branches import Found, search
+from lightning_lap2.callback.facts import RunFacts
 from lightning_lap2.callback.journal import Charge, Journal, Origin
 from lightning_lap2.callback.plan import KeptPlan
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.choices import SAMPLINGS
-
-if TYPE_CHECKING:
-    from lightning_lap2.callback.reporting import RunFacts
 
 STATE_VERSION = 3
 _NEW_IN_3: dict[str, Any] = {"unprotected": [], "runs": {}, "elsewhere": 0, "changes": [], "logged": {}}
@@ -104,7 +102,7 @@ class Ledger:
         return text if before > self.releases and self.add_caveat(text) else None
 
     def add_caveat(self, text: str) -> bool:
-        """Whether it is new."""
+        """Notes ``text`` for the report; False where it was noted before."""
         if text in self.caveats:
             return False
         self.caveats.append(text)
@@ -268,18 +266,21 @@ class Ledger:
             releases = _validate.integer("releases", state["releases"], minimum=0)
             delta = _validate.open_unit("delta", state["delta"])
             sampling = _validate.choice("sampling", state["sampling"], SAMPLINGS)
-            unit = None if state["unit"] is None else _text("unit", state["unit"])
+            unit = None if state["unit"] is None else _validate.text("unit", state["unit"])
             reproducible = _validate.boolean("reproducible", state["reproducible"])
-            caveats, changes = _texts("caveats", state["caveats"]), _texts("changes", state["changes"])
+            caveats, changes = (
+                _validate.texts("caveats", state["caveats"]),
+                _validate.texts("changes", state["changes"]),
+            )
             plan, journal = KeptPlan.from_dict(dict(state["plan"])), state["journal"]
             if unknown := sorted(state.keys() - self.state_dict().keys()):
                 raise ValueError(f"unknown entries {unknown}")
-            clipping = check_state(dict(state["clipping"]))
-            unprotected = _texts("unprotected", state["unprotected"])
+            clipping = threshold_state(dict(state["clipping"]))
+            unprotected = _validate.texts("unprotected", state["unprotected"])
             elsewhere = _validate.integer("elsewhere", state["elsewhere"], minimum=0)
             logged = {str(name): _validate.real(name, value) for name, value in dict(state["logged"]).items()}
             runs = {
-                str(run): (_text("runs", path), _validate.integer("runs", held, minimum=0))
+                str(run): (_validate.text("runs", path), _validate.integer("runs", held, minimum=0))
                 for run, (path, held) in dict(state["runs"]).items()
             }
             if releases < accountant.steps or (sampling == "poisson" and releases != accountant.steps):
@@ -343,19 +344,3 @@ class Ledger:
         """For pickles, which are like checkpoints: an open file stays with its process, a copy elsewhere goes on as a
         run of its own, once it has asked the journals what was released since."""
         return {**vars(self), "_journal": None, "_origin": self._current(), "_loaded": True}
-
-
-def _text(name: str, found: Any) -> str:
-    if not isinstance(found, str):
-        raise TypeError(f"{name} must be a string, got {found!r}")
-    return found
-
-
-def _texts(name: str, found: Any) -> list[str]:
-    """
-    Raises:
-        TypeError: not a list of strings.
-    """
-    if not isinstance(found, list):
-        raise TypeError(f"{name} must be a list of strings, got {found!r}")
-    return [_text(name, text) for text in found]

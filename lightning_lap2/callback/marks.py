@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lap2.callback.ledger import Account, Ledger
+from lightning_lap2.gradients.physical import held_here
 
 NAME = "_lap2_privacy_mark"
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # so that squares fit 64 bits
@@ -168,7 +169,7 @@ def _changed(module: nn.Module, marks: Iterable[Mark]) -> str | None:
 def fingerprint(tensor: Tensor) -> Fingerprint:
     """(size, sum, sum of squares modulo 2^64) of the bit patterns, read as integers of at most 32 bits, computed where
     the tensor lies: finds accidental change. No protection against forgery."""
-    flat = tensor.detach().reshape(-1)
+    flat = held_here(tensor).detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     total = square = torch.zeros((), dtype=torch.int64, device=flat.device)

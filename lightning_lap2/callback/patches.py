@@ -1,29 +1,5 @@
-"""Everything that is patched in Lightning, in one place, undone in one place.
-
-Instance attributes are set for the length of one fit (no class is ever touched):
-
-``trainer.strategy.process_dataloader``
-    the train loader is replaced by a Poisson one. Here, because it runs after Lightning's own sampler injection and
-    serves ``fit(dl)``, datamodules and ``train_dataloader()`` alike. No public hook does.
-``trainer.fit_loop.setup_data``
-    followed by the plan: data, dimension and ledger are known, and no batch was trained on yet. ``max_steps`` is capped
-    here so that learning-rate schedules built from ``estimated_stepping_batches`` see the capped number.
-``trainer.fit_loop.epoch_loop.on_run_start``
-    preceded by aligning the sampler's accumulation windows with the Trainer's batch counter, which a resumed run
-    knows only here.
-``trainer.fit_loop.epoch_loop.advance``, ``on_advance_end``
-    followed by checking that what was drawn is released.
-``trainer.fit_loop.epoch_loop.automatic_optimization.run``, ``_make_closure``
-    the step's own output goes to ``on_train_batch_end``; the optimizer's closure gives no value that can be used.
-``trainer.strategy.batch_to_device``, ``module._on_before_batch_transfer``
-    a train batch reaches the device, hooks and the step as :mod:`~lightning_lap2.callback.delivery` says.
-``trainer.strategy.training_step``
-    the engine runs the user's ``training_step`` for per-example gradients. No public hook lies between "batch ready"
-    and "backward"; the module itself stays unpatched, and DistributedDataParallel.forward is never entered, so its
-    reducer is never armed.
-``trainer.strategy.all_gather``
-    refused inside ``training_step`` on several ranks: it would bring other ranks' examples into a loss.
-"""
+"""What is set on a Trainer or its module for a while, and undone in one place; which attributes those are, and why,
+is in :mod:`~lightning_lap2.callback.trainer.shadows`."""
 
 from __future__ import annotations
 
@@ -90,7 +66,7 @@ def _closure_refused(optimizers: Sequence[Any]) -> str:
 
 @contextmanager
 def muted_loggers(trainer: Any, pl: ModuleType) -> Iterator[None]:
-    """Dummies in place of the Trainer's loggers while the self-check runs the user's step on real records: what it
+    """Dummies in place of the Trainer's loggers while a trial runs the user's step on real records: what it
     computes must not reach a log, not even through ``self.logger.experiment``."""
     loggers = trainer.loggers
     trainer.loggers = [pl.loggers.logger.DummyLogger() for _ in loggers]

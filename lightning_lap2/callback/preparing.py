@@ -22,7 +22,7 @@ from lightning_lap2.callback.resume import Resumed, accept_untracked, settle
 from lightning_lap2.callback.run import Fit, Run, charged_by_pass
 from lightning_lap2.callback.trainer.limits import cap_steps
 from lightning_lap2.errors import UnsupportedSettingError
-from lightning_lap2.gradients import ParameterLayout
+from lightning_lap2.gradients import ParameterLayout, make_layout
 from lightning_lap2.noise import NoiseSource, make_noise_source
 from lightning_lap2.noise.grid import CELLS
 
@@ -117,7 +117,7 @@ class Preparing:
         fit, facts = self.fit, self.data.facts
         refusals.check_delta(fit.settings.delta, facts.num_examples)
         refusals.check_parameter_types(fit.module)
-        layout = ParameterLayout(fit.module)
+        layout = make_layout(fit.module)
         if not layout.numel:
             raise UnsupportedSettingError(f"{type(fit.module).__name__} has no trainable parameters")
         ahead = self._ahead(facts)

@@ -1,13 +1,15 @@
-"""The processes of one job: which slice of a vector belongs to which, and how they add up."""
+"""The processes of one job: which coordinates of a vector belong to which, and how they add up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_lap2.gradients import ParameterLayout
 
 # Elements in flight between ranks: 64 MiB of fp32, large enough to fill the links, small enough for a staging buffer.
 BUCKET = 16 * 2**20
@@ -15,29 +17,50 @@ BUCKET = 16 * 2**20
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process among those of its job, each of which owns a slice of every flat vector.
+    """One process among those of its job, and the coordinates of a flat vector of sums that belong to it: its part of
+    what is sharded, and a slice of what every process holds alike.
 
     Attributes:
         rank: of this process, from 0.
         size: of the job.
+        sharded: so many of the first entries are this process' shards. They are summed over the job already.
+        replicas: the process group of those that hold the same shards; ``None`` where no two do.
     """
 
     rank: int = 0
     size: int = 1
+    sharded: int = 0
+    replicas: torch.distributed.ProcessGroup | None = None
 
-    def own_slice(self, n: int) -> tuple[int, int]:
-        """Start and stop of this rank's slice of ``n`` coordinates."""
-        return _bounds(n, self.rank, self.size)
+    def of(self, layout: ParameterLayout) -> Ranks:
+        """The same for the sums of these parameters."""
+        return replace(self, sharded=layout.own, replicas=layout.replicas)
+
+    def own(self, total: Tensor) -> list[Tensor]:
+        """The views of ``total`` that belong to this process; those of all processes hold each coordinate once. What
+        lies last in ``total`` comes last, see :meth:`owns_last`."""
+        alike = total[self.sharded :]
+        start, stop = _bounds(alike.numel(), self.rank, self.size)
+        first = self.replicas is None or torch.distributed.get_rank(self.replicas) == 0
+        parts = (total[: self.sharded] if first else total[:0], alike[start:stop])
+        return [part for part in parts if part.numel()]
+
+    def owns_last(self, total: Tensor) -> bool:
+        """Whether the last entry of all, which is no shard, belongs to this process."""
+        return self.rank == self.size - 1 and total.numel() > self.sharded
 
     def sum_(self, total: Tensor) -> None:
-        """Adds ``total`` ``[n]`` up over all ranks, in place: each slice on its owner, where alone it is then whole."""
+        """Adds ``total`` up over all processes, in place: each coordinate where it belongs, where alone it is then
+        whole."""
         if self.size > 1:
-            _by_slice(total, self.size, _reduce)
+            _by_slice(total[self.sharded :], self.size, _reduce)
 
     def share_(self, total: Tensor) -> None:
-        """Gives all ranks each slice of ``total`` ``[n]`` as its owner has it, in place."""
+        """Gives each coordinate of ``total``, as its owner has it, to all that hold it, in place."""
         if self.size > 1:
-            _by_slice(total, self.size, _broadcast)
+            _by_slice(total[self.sharded :], self.size, _broadcast)
+        if self.replicas is not None:
+            torch.distributed.broadcast(total[: self.sharded], group=self.replicas, group_src=0)
 
 
 def _bounds(n: int, rank: int, world_size: int) -> tuple[int, int]:

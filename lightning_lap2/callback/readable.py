@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_lap2.accounting import MajorizedAccountant
+from lightning_lap2.accounting.selection import RunLimit
 from lightning_lap2.callback.adaptive import current_threshold
 from lightning_lap2.callback.ledger import Account, Ledger
 from lightning_lap2.callback.preparing import Preparing
@@ -193,3 +195,10 @@ class Readable:
     def attach(self, probe: Probe | None) -> None:
         """Lets an audit place canaries in the next fits and see their releases; ``None`` takes it off again."""
         self._probe = probe
+
+
+def keep_within(privacy: Readable, limit: RunLimit) -> None:
+    """Has a callback that was never fitted keep ``limit``, which is one for all runs of a search, in place of eps and
+    delta."""
+    privacy.settings = replace(privacy.settings, run_limit=limit)
+    privacy._account = Account(Ledger(privacy.settings))

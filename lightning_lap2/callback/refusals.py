@@ -14,6 +14,7 @@ import torch
 
 from lightning_lap2.callback.trainer.loaders import start_method
 from lightning_lap2.errors import UnsupportedSettingError
+from lightning_lap2.gradients.physical import held_here
 from lightning_lap2.mechanism import Mechanism
 from lightning_lap2.noise.base import scale_range
 from lightning_lap2.noise.grid import LARGEST_SUM, spacing
@@ -62,10 +63,20 @@ def _check_strategy(strategy: Any, pl: ModuleType) -> None:
     name = type(strategy).__name__
     if type(strategy) is pl.strategies.SingleDeviceStrategy:
         return
+    if type(strategy) is getattr(pl.strategies, "ModelParallelStrategy", None):
+        size = strategy.device_mesh["tensor_parallel"].size()
+        if size > 1:
+            raise UnsupportedSettingError(
+                f"ModelParallelStrategy has tensor_parallel_size={size}: norms of gradients whose parts lie on several "
+                "ranks are not proven. Use ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1) with "
+                "fully_shard in configure_model, which shards over all ranks"
+            )
+        return
     if type(strategy) is not pl.strategies.DDPStrategy:
         raise UnsupportedSettingError(
             f"Trainer(strategy=...) gave {name}, which Lap2Privacy does not support; use strategy='ddp' (whole "
-            "model on every device) or a single device"
+            "model on every device), a single device, or for a model larger than one device "
+            "ModelParallelStrategy(data_parallel_size=..., tensor_parallel_size=1) with fully_shard in configure_model"
         )
     method = start_method(strategy)
     if method != "popen":
@@ -275,7 +286,7 @@ def check_range(mechanism: Mechanism, dtype: torch.dtype, num_examples: int | No
 def not_finite(module: Any) -> str | None:
     """Name of the first trainable parameter with a NaN or infinite entry."""
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not bool(torch.isfinite(parameter.detach()).all()):
+        if parameter.requires_grad and not bool(torch.isfinite(held_here(parameter).detach()).all()):
             return str(name)
     return None
 

@@ -67,7 +67,7 @@ class Releases:
         """Starts to gather anew, for the parameters that are trainable now; whether a draw was dropped."""
         layout, flags = self.window.layout, _trainable(self._module)
         if flags != self._flags:
-            layout, self._flags = ParameterLayout(self._module), flags
+            layout, self._flags = layout.again(self._module), flags
             self._dimension_changed(layout)
         return self.window.restart(layout)
 
@@ -105,13 +105,13 @@ class Releases:
             normaliser=self._run.facts.expected_batch_size,
             release=self._ledger.releases - 1,
             last_factor=self.mechanism.count_factor,
-            ranks=self._ranks,
+            ranks=self._ranks.of(layout),
         )
         if self._run.fit.probe is not None:
-            self._run.fit.probe.released(total[: layout.numel])
+            self._run.fit.probe.released(total[: layout.held])
         layout.write_grads(total)
         if self._run.threshold is not None:
-            self._follow(self._run.threshold, total[layout.numel], parts)
+            self._follow(self._run.threshold, total[layout.held], parts)
         return True
 
     def _follow(self, threshold: AdaptiveThreshold, released: Tensor, parts: int) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import platform
-from dataclasses import dataclass
 from importlib import metadata
 
 from lightning_lap2._registry import trusted
 from lightning_lap2._version import __version__
 from lightning_lap2.callback.adaptive import current_threshold
 from lightning_lap2.callback.data import DataFacts
+from lightning_lap2.callback.facts import RunFacts
 from lightning_lap2.callback.ledger import Ledger
 from lightning_lap2.callback.session import FitSession
 from lightning_lap2.callback.settings import CLIP_LEARNING_RATE, TARGET_QUANTILE, Settings
@@ -28,58 +28,27 @@ _TORCH_NOISE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """Sizes and choices of a fit, for its report.
-
-    Attributes:
-        dimension: n, when the plan was made or the fit ended.
-        count_noise_scale: of adaptive clipping, else ``None``.
-        rounding_margin: share of C that pays for rounding; ``None`` without noise.
-        planned_steps: optimizer steps, ``inf`` without a last one.
-        engine: what has run, or would be tried first.
-        caveats: what trying the step found.
-    """
-
-    noise_multiplier: float
-    sample_rate: float
-    expected_batch_size: int
-    num_examples: int | None
-    num_records: int | None
-    dimension: int
-    count_noise_scale: float | None
-    rounding_margin: float | None
-    planned_steps: float
-    noise_source: str
-    world_size: int
-    precision: str
-    fast_dev_run: bool
-    once_per_pass: bool
-    engine: str
-    caveats: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, session: FitSession) -> RunFacts:
-        """Of a fit whose plan stands."""
-        run, mechanism = session.run, session.releases.mechanism
-        facts, trainer = run.facts, run.fit.trainer
-        return cls(
-            noise_multiplier=run.plan.noise_multiplier,
-            sample_rate=facts.sample_rate,
-            expected_batch_size=facts.expected_batch_size,
-            num_examples=facts.num_examples,
-            num_records=facts.num_records,
-            dimension=session.layout.numel,
-            count_noise_scale=mechanism.count_noise_scale,
-            rounding_margin=mechanism.margin if run.plan.noise_multiplier else None,
-            planned_steps=run.planned_steps,
-            noise_source=run.noise.name,
-            world_size=run.fit.ranks.size,
-            precision=str(trainer.precision),
-            fast_dev_run=bool(trainer.fast_dev_run),
-            once_per_pass=facts.once_per_pass,
-            engine=run.fit.settings.engine,
-        )
+def run_facts(session: FitSession) -> RunFacts:
+    """What is known of a fit whose plan stands."""
+    run, mechanism = session.run, session.releases.mechanism
+    facts, trainer = run.facts, run.fit.trainer
+    return RunFacts(
+        noise_multiplier=run.plan.noise_multiplier,
+        sample_rate=facts.sample_rate,
+        expected_batch_size=facts.expected_batch_size,
+        num_examples=facts.num_examples,
+        num_records=facts.num_records,
+        dimension=session.layout.numel,
+        count_noise_scale=mechanism.count_noise_scale,
+        rounding_margin=mechanism.margin if run.plan.noise_multiplier else None,
+        planned_steps=run.planned_steps,
+        noise_source=run.noise.name,
+        world_size=run.fit.ranks.size,
+        precision=str(trainer.precision),
+        fast_dev_run=bool(trainer.fast_dev_run),
+        once_per_pass=facts.once_per_pass,
+        engine=run.fit.settings.engine,
+    )
 
 
 # what the report takes over as it is

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightning_lap2.batches import ExampleBatch
-from lightning_lap2.callback import refusals
+from lightning_lap2.callback import refusals, replicas
 from lightning_lap2.callback.data import Position
 from lightning_lap2.callback.delivery import Delivery
 from lightning_lap2.callback.feedback import FeedbackWatch
@@ -83,6 +83,10 @@ class FitSession:
         """The parameters that are trained now."""
         return self.releases.window.layout
 
+    def settle_weights(self) -> None:
+        """Sharded layers that something outside a step has gathered hold their shards again."""
+        self.layout.begin_pass()
+
     def reload(self, loader: Any) -> Any:
         """The loader that is trained on instead of ``loader``, which Lightning made anew for another epoch.
 
@@ -137,12 +141,16 @@ class FitSession:
         Raises:
             UnsupportedSettingError, UnsupportedModelError: naming the setting, layer or line.
         """
+        self.settle_weights()
         refusals.check_optimizers(self._trainer.optimizers, self._module)
         refusals.check_parameter_hooks(self._module)
+        replicas.equalise(self._module, self._trainer.strategy)
         self._feedback = FeedbackWatch(self._trainer, self.run.fit.ledger, allowed=self._settings.allow_feedback)
         if not self.run.planned_steps:
             return
-        if lost := refusals.not_finite(self._module):
+        lost = refusals.not_finite(self._module)
+        if not self.layout.everywhere(lost is None):
+            lost = lost or "(in another rank's shard)"
             raise UnsupportedSettingError(
                 f"the parameter {lost} holds NaN or infinite values before the first step: every gradient would be "
                 "dropped and the budget spent on noise; initialise it, or load a sound checkpoint"
@@ -173,6 +181,7 @@ class FitSession:
             fetches=lambda on_fetch: self._reach.watched(on_fetch),
             public=fit.settings.public_state,
             warn=fit.warn,
+            settle=self.settle_weights,
         )
         self._hooks.install(fit.patches)
 
@@ -228,6 +237,8 @@ class FitSession:
     def check_weights(self) -> None:
         """Says once that weights are lost: a diverged run spends its budget on nothing. (They are released, so that
         this is said tells nothing more.)"""
+        self.settle_weights()
+        replicas.check_equal(self._module, self._trainer.strategy)
         if not self._lost_warned and (lost := refusals.not_finite(self._module)):
             self._lost_warned = True
             self.run.fit.warn(

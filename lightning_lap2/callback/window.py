@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from lightning_lap2.callback.ranks import Ranks
@@ -59,7 +60,7 @@ class Window:
         return dropped
 
     def open(self, part: Part) -> Tensor:
-        """The flat sum ``[n]`` that ``part`` is to be added to; ``[n + 1]`` with a count.
+        """The flat sum ``[held]`` that ``part`` is to be added to; one more entry with a count.
 
         Raises:
             RuntimeError: this part was added before: the user's optimizer or ``optimizer_step`` ran its closure twice.
@@ -100,8 +101,11 @@ def release_(
     and what has its noise is never added to anything again, which would round it by what the records are. (Noise for
     each rank's own sum would not do either: a sum of Laplace draws is not Laplace.)
 
+    Where parameters are sharded, the first entries are this rank's shards and hold the sum over ranks already. They are
+    noised here and stay here; where other ranks hold the same shards, one of them noises and tells the others.
+
     Args:
-        total: flat ``[n]``, fp32 or fp64, contiguous; a count behind the gradient is a coordinate like the others.
+        total: flat ``[held]``, fp32 or fp64, contiguous; a count behind the gradient is a coordinate like the others.
         scale: b of the Laplace or sigma of the Gaussian noise on the sum. 0: neither noise nor rounding.
         normaliser: the public expected batch size, never the number drawn.
         release: number of this release; keys seeded noise.
@@ -113,11 +117,22 @@ def release_(
     """
     if not math.isfinite(scale) or scale < 0:
         raise ValueError(f"noise scale must be finite and not negative, got {scale!r}: nothing is released")
-    n = total.numel()
-    start, stop = ranks.own_slice(n)
     ranks.sum_(total)
-    if scale > 0 and stop > start:
-        factor = last_factor if stop == n else 1.0
-        noise.add_(total[start:stop], scale, distribution, release=release, last_factor=factor)
+    factor = last_factor if ranks.owns_last(total) else 1.0
+    _add_noise(ranks.own(total), noise, scale, distribution, release, factor)
     ranks.share_(total)
     total.div_(normaliser)
+
+
+def _add_noise(
+    own: list[Tensor], noise: NoiseSource, scale: float, distribution: str, release: int, last_factor: float
+) -> None:
+    """Noise for the coordinates of this rank, in one call: a source's random numbers are of a release, and two calls
+    would have the same."""
+    if not scale or not own:
+        return
+    together = own[0] if len(own) == 1 else torch.cat(own)
+    noise.add_(together, scale, distribution, release=release, last_factor=last_factor)
+    if len(own) > 1:
+        for part, noised in zip(own, together.split([part.numel() for part in own]), strict=True):
+            part.copy_(noised)

@@ -11,7 +11,7 @@ from lightning_lap2.cli.options import add_option, echo, spellings
 from lightning_lap2.cli.parsing import Result, Subcommand, plain
 from lightning_lap2.cli.text import number, tell
 from lightning_lap2.figures import FIGURES, Figure, Setting, build
-from lightning_lap2.figures.draw import FORMATS, draw, require_matplotlib
+from lightning_lap2.figures.draw import FORMATS, check_matplotlib, draw
 from lightning_lap2.figures.export import write_csv
 
 _DEFAULT = Setting()
@@ -70,7 +70,7 @@ def _run(config: Namespace) -> Result:
     targets = _targets(config, names)
     setting = _setting(config)
     if targets:
-        require_matplotlib()  # before the curves, which take a while
+        check_matplotlib()  # before the curves, which take a while
     figures = build(names, setting, tell)
     for figure in figures:
         if figure.name in targets:

@@ -34,7 +34,7 @@ def draw(figure: Figure, path: Path) -> None:
         MissingMatplotlibError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    require_matplotlib()
+    check_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure as Canvas
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -56,7 +56,7 @@ def draw(figure: Figure, path: Path) -> None:
         canvas.savefig(path, dpi=150, metadata=metadata)
 
 
-def require_matplotlib() -> None:
+def check_matplotlib() -> None:
     """Says what to install where matplotlib is missing.
 
     Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -47,9 +46,7 @@ class Setting:
         if _validate.probability("sample_rate", self.sample_rate) == 0.0:
             raise ValueError("sample_rate must be positive for a figure, got 0")
         _validate.integer("steps", self.steps, minimum=1)
-        n = _validate.positive("dimension", self.dimension)
-        if math.isfinite(n) and n != math.floor(n):
-            raise ValueError(f"dimension must be an integer or inf, got {self.dimension!r}")
+        _validate.dimension("dimension", _validate.positive("dimension", self.dimension))
         _validate.positive("noise_multiplier", self.noise_multiplier, finite=True)
         _validate.positive("max_grad_norm", self.max_grad_norm, finite=True)
         for name in ("eps_range", "clip_range"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.clipping import Clipper, FlatClipper, make_clipper, register_clipping
 from lightning_lap2.gradients.engine import Engine
-from lightning_lap2.gradients.parameters import ParameterLayout
+from lightning_lap2.gradients.parameters import ParameterLayout, make_layout
 from lightning_lap2.gradients.runner import StepRunner
 from lightning_lap2.gradients.stepcall import StepCall
 
@@ -18,5 +18,6 @@ __all__ = [
     "StepRunner",
     "UnsupportedModelError",
     "make_clipper",
+    "make_layout",
     "register_clipping",
 ]

@@ -85,9 +85,10 @@ def add_clipped_sum(gradients: Sequence[Tensor], layout: ParameterLayout, clippe
             # 0 * nan is nan: a weight of 0 alone would not keep the example out
             rows = [g.masked_fill(bad[:, None], 0.0) for g in rows]
         scaled = round_down(weights, total.dtype)
+        views = layout.views(total)
         for index, g in enumerate(rows):
-            part = total[layout.offsets[index] : layout.offsets[index + 1]]
-            part.addmv_(g.to(total.dtype).t(), scaled[index])
+            with layout.summand(views, index) as part:
+                part.view(-1).addmv_(g.to(total.dtype).t(), scaled[index])
         add_count(norms, layout, clipper, total)
     return weights
 
@@ -98,7 +99,7 @@ def add_count(norms: Tensor, layout: ParameterLayout, clipper: Clipper, total: T
     Raises:
         TypeError: a clipper without one threshold has nothing to count.
     """
-    if total.numel() > layout.numel:
+    if total.numel() > layout.held:
         if not isinstance(clipper, FlatClipper):
             raise TypeError(f"{type(clipper).__name__} counts no examples below a threshold")
-        total[layout.numel] += clipper.count(norms).to(total.dtype)
+        total[layout.held] += clipper.count(norms).to(total.dtype)

@@ -80,7 +80,8 @@ def _check_repeatable(examples: Examples, step: UserStep, loss: Tensor, secret: 
 def _gradients(loss: Tensor, layout: ParameterLayout) -> list[Tensor]:
     """Gradients ``[1, *shape]`` of one example, zeros where the loss does not use a parameter."""
     try:
-        found = torch.autograd.grad(loss, layout.parameters, allow_unused=True)
+        leaves = layout.leaves()
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" in str(error):
             raise UnsupportedModelError(
@@ -90,6 +91,8 @@ def _gradients(loss: Tensor, layout: ParameterLayout) -> list[Tensor]:
             ) from error
         raise
     return [
-        torch.zeros_like(p)[None] if g is None else (g.to_dense() if g.is_sparse else g)[None]
-        for g, p in zip(found, layout.parameters, strict=True)
+        torch.zeros(1, *p.shape, dtype=p.dtype, device=layout.device)
+        if g is None
+        else (g.to_dense() if g.is_sparse else g)[None]
+        for g, p in zip(found, leaves, strict=True)
     ]

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lap2.errors import IsolationError
+from lightning_lap2.errors import IsolationError, UnsupportedModelError
 from lightning_lap2.gradients.lines import line_now
-from lightning_lap2.gradients.physical import carries_batch, innermost, requires_grad
+from lightning_lap2.gradients.physical import carries_batch, held_here, innermost, requires_grad
 
 _generations = itertools.count(1)
 RECORDS, UNKNOWN, DATA = 0, -1, -2
@@ -57,6 +57,7 @@ class Marks(TorchDispatchMode):
         self.slices: set[Any] = set()
         self._slicing = False
         self._vmapped, self._graph = vmapped, graph
+        self._ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         for root in roots:
             setattr(_memory(root), _MARK, self.generation)
 
@@ -67,6 +68,8 @@ class Marks(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._ranks and (types or _is_collective(func)):
+            _refuse_collective(func, types)
         if kwargs:
             read = [self._read(value) for value in (*args, *kwargs.values()) if isinstance(value, _HOLDERS)]
             out = func(*args, **kwargs)
@@ -160,21 +163,21 @@ def mark_outside(tensors: Iterable[Tensor], mark: int = RECORDS) -> None:
     """Notes that these hold (:data:`RECORDS`) or may hold (:data:`UNKNOWN`) values of examples and belong to no step,
     or are the train data's own (:data:`DATA`): an operation in a step that reads one is refused."""
     for tensor in tensors:
-        memory = _memory(tensor)
+        memory = _memory(held_here(tensor))
         if getattr(memory, _MARK, mark) <= mark:
             setattr(memory, _MARK, mark)
 
 
 def unmark(tensor: Tensor) -> None:
     """Takes back what :func:`mark_outside` noted."""
-    memory = _memory(tensor)
+    memory = _memory(held_here(tensor))
     if getattr(memory, _MARK, 1) <= RECORDS:
         delattr(memory, _MARK)
 
 
 def holds_examples(tensor: Tensor) -> bool:
     """Whether values of examples are known to have gone into it, in a step or in a hook."""
-    return getattr(_memory(tensor), _MARK, UNKNOWN) >= RECORDS
+    return getattr(_memory(held_here(tensor)), _MARK, UNKNOWN) >= RECORDS
 
 
 def _memory(tensor: Tensor) -> Any:
@@ -210,6 +213,36 @@ def _place(tensor: Tensor) -> Any:
 
 def _is_slice(tensor: Tensor) -> bool:
     return _place(tensor) in getattr(_memory(tensor), _SLICES, ())
+
+
+_collective: dict[Any, bool] = {}
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem"})
+
+
+def _is_collective(func: Any) -> bool:
+    found = _collective.get(func)
+    if found is None:
+        found = _collective[func] = func.namespace in _COLLECTIVES
+    return found
+
+
+def _refuse_collective(func: Any, types: Any) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the step talks to other ranks, or computes with a parameter that is in shards.
+    """
+    if any(kind.__name__ == "DTensor" for kind in types):
+        raise UnsupportedModelError(
+            f"{line_now()} computes with a parameter that fully_shard keeps in shards (a DTensor): its gradient would "
+            "pass by clipping, and ranks that drew fewer examples would not take part. Use a layer by calling it: its "
+            "weights are whole inside its forward. A penalty on weights belongs into the optimizer (weight_decay); "
+            "engine='vmap' holds all that trains whole, and takes it here"
+        )
+    if _is_collective(func):
+        raise UnsupportedModelError(
+            f"{line_now()} calls a collective of torch.distributed ({func.__name__}), which mixes the examples of all "
+            "ranks (and would wait for ranks that drew fewer): log with sync_dist=True, or gather in on_train_batch_end"
+        )
 
 
 _random: dict[Any, bool] = {}

@@ -6,7 +6,10 @@ accountant is told, is its length: each trainable scalar counts once, however ma
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +56,62 @@ class ParameterLayout:
             layer_sizes[layer] += size
         self.layer_sizes = tuple(layer_sizes)
 
+    # -- where parameters are while a step runs: here every rank has them whole, see sharding -------------------------
+
+    among_others = False
+    """Whether a pass over the user's code takes part in what other ranks do."""
+    scattered = False
+    """Whether ranks hold different parts of some trainable parameters."""
+    in_low_precision = False
+    """Whether a pass computes in fewer bits than the parameters have."""
+    own = 0
+    """Entries of the flat vector of sums, its first, that are this rank's shards."""
+    replicas: Any = None
+    """The process group of the ranks that hold the same shards; ``None`` where no two do."""
+    contributions = 0
+    """How often something was added to sums that other ranks hold, which cannot be taken back."""
+
+    def again(self, module: nn.Module) -> ParameterLayout:
+        """The layout of what is trainable now."""
+        return ParameterLayout(module)
+
+    def meeting(self, total: Tensor | None = None) -> AbstractContextManager[None]:
+        """Around what all ranks do together; ``total``: the flat vector that their sums go into."""
+        return nullcontext()
+
+    def everywhere(self, fact: bool) -> bool:
+        """Whether it holds on all ranks that have to do the same; asked by all of them, outside a meeting."""
+        return fact
+
+    def begin_pass(self) -> None:
+        """Before each pass over the user's code."""
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Inside, modules hold the parameters that they hold between steps."""
+        return nullcontext()
+
+    def leaves(self) -> Sequence[Tensor]:
+        """For each parameter the tensor that the graph of a pass ends in."""
+        return self.parameters
+
+    def whole(self, number: int) -> Tensor:
+        """A parameter with all its entries, until the end of the pass."""
+        return self.parameters[number]
+
+    def hold(self) -> None:
+        """From here to the end of the pass no weights are freed."""
+
+    def summand(self, views: Sequence[Tensor], number: int) -> AbstractContextManager[Tensor]:
+        """What is added to one parameter's sum, in that parameter's shape; ``views`` of the flat vector of sums."""
+        return nullcontext(views[number])
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        """Entries of the flat vector of sums on this rank."""
+        return self.numel
+
     @property
     def dtype(self) -> torch.dtype:
         """The type sums and noise are kept in: fp32, or fp64 where the parameters are fp64."""
@@ -69,8 +128,8 @@ class ParameterLayout:
         )
 
     def zeros(self, beside: int = 0) -> Tensor:
-        """A flat vector ``[n + beside]`` of zeros."""
-        return torch.zeros(self.numel + beside, dtype=self.dtype, device=self.device)
+        """A flat vector ``[held + beside]`` of zeros; unless parameters are sharded, ``held`` is n."""
+        return torch.zeros(self.held + beside, dtype=self.dtype, device=self.device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of ``flat`` (``[n]``, or longer), one per parameter and in its shape."""
@@ -88,3 +147,17 @@ class ParameterLayout:
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """The inverse of :meth:`views`: one flat ``[n]`` vector in :attr:`dtype`."""
         return torch.cat([t.reshape(-1).to(self.dtype) for t in tensors]) if tensors else self.zeros()
+
+
+def make_layout(module: nn.Module) -> ParameterLayout:
+    """The layout of a module, whole on every rank or sharded by ``fully_shard``.
+
+    Raises:
+        UnsupportedSettingError: parameters are sharded in another way, by name.
+    """
+    sharding: Any = sys.modules.get("torch.distributed.tensor")  # loaded by whoever shards
+    if sharding is None or not any(isinstance(p, sharding.DTensor) for p in module.parameters()):
+        return ParameterLayout(module)
+    from lightning_lap2.gradients.sharding import ShardedLayout, Sharding
+
+    return ShardedLayout(module, Sharding(module))

@@ -139,6 +139,41 @@ requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.requires_grad.__ge
 """The flag itself, however ``Tensor.requires_grad`` may be replaced."""
 
 
+def held_here(tensor: Tensor) -> Tensor:
+    """What this rank holds: of a DTensor its shard, else the tensor itself. Nothing is sent for it."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def replicas_of(tensor: Tensor) -> torch.distributed.ProcessGroup | None:
+    """The process group of the ranks that hold the same as this one: of a tensor that every rank has whole all of them,
+    of a shard its replicas; ``None`` where no two do."""
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return torch.distributed.group.WORLD
+    return mesh.get_group(0) if mesh.ndim > 1 else None
+
+
+def recorded(tensor: Tensor) -> Tensor | None:
+    """The layer of a tensor that an autograd graph is recorded of: under ``vmap`` the physical tensor, under ``grad``
+    inside it the wrapper. ``None`` where no gradient will come."""
+    while not requires_grad(tensor):
+        if not is_wrapped(tensor):
+            return None
+        tensor = _C.get_unwrapped(tensor)
+    return tensor
+
+
+@contextmanager
+def functorch_left() -> Iterator[None]:
+    """Inside, every ``torch.func`` transform is left: for what has nothing to do with the examples."""
+    if current_level() is None:
+        yield
+        return
+    with torch._C._DisableFuncTorch():
+        yield
+
+
 @contextmanager
 def quiet_fallback() -> Iterator[None]:
     """Some operators run example by example inside vmap and would warn; they are right, only slow.

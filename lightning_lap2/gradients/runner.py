@@ -18,6 +18,7 @@ from lightning_lap2.batches.generators import Entropy, OwnGenerators, private_ge
 from lightning_lap2.errors import IsolationError, UnsupportedModelError, UnsupportedSettingError
 from lightning_lap2.gradients import physical
 from lightning_lap2.gradients.clipping import Clipper
+from lightning_lap2.gradients.exchange import OtherRankError
 from lightning_lap2.gradients.lines import line_of
 from lightning_lap2.gradients.marks import escaped, mark_outside
 from lightning_lap2.gradients.parameters import ParameterLayout
@@ -73,11 +74,11 @@ class UserStep:
 
     def __init__(
         self, module: nn.Module, call: StepCall, places: Sequence[int], recorder: Recorder, guard: StateGuard,
-        forward: _Forward, entropy: Entropy, own: OwnGenerators, device: torch.device,
+        forward: _Forward, entropy: Entropy, own: OwnGenerators, layout: ParameterLayout,
     ) -> None:  # fmt: skip
         self.module, self.call, self.places = module, call, places
         self._recorder, self._guard, self._forward = recorder, guard, forward
-        self._entropy, self._own, self._device = entropy, own, device
+        self._entropy, self._own, self._layout = entropy, own, layout
         self._reading = Reading()
 
     def at(self, index: int) -> UserStep:
@@ -106,9 +107,10 @@ class UserStep:
             else:
                 output = functional_call(self._forward, by_slot, args, tie_weights=False)
             loss = trace.take_output(output)
-        self._guard.take_writes(trace)
+        with self._layout.at_rest():
+            self._guard.take_writes(trace)
         if loss is None:
-            loss = torch.zeros((), device=self._device)
+            loss = torch.zeros((), device=self._layout.device)
         return loss, tuple(trace.tensors)
 
     def keep(self, trace: Trace) -> None:
@@ -129,15 +131,17 @@ class UserStep:
             again: whether this repeats the last pass, whose random numbers come again; of an earlier pass its
                 :attr:`secret`.
         """
+        self._layout.begin_pass()
         self._guard.begin_call()
         self._reading = Reading()
-        generators = private_generators(self._entropy, self._device, own=self._own, again=again)
+        generators = private_generators(self._entropy, self._layout.device, own=self._own, again=again)
         # in this order: the generators' own calls are not the step's
         with generators, reseeding_refused(), self._reading.active() if together else nullcontext():
             yield
 
     def forget(self) -> None:
         """Puts the module back as the step found it: an engine gave up, another begins anew."""
+        self._layout.begin_pass()
         self._guard.restore()
 
     def revised(self, first: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -208,35 +212,21 @@ class StepRunner:
                 and what to use instead.
         """
         refuse_layers(self.module, vmapped=False)
-        batch = call.examples
         if layout is not self._layout:
             # what an engine can do depends on what trains
             self._layout, self._first, self._settled = layout, {}, set()
+        layout.begin_pass()
         if self.memory is None:
             self.memory = StateMemory(self.module)
         guard = StateGuard(self.memory)
-        entropy = Entropy(call.key)
-        traced: list[tuple[Sequence[int], Traced]] = []
         try:
-            with self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
-                for group, places in zip(batch.groups, batch.order, strict=True):
-                    step = UserStep(
-                        self.module,
-                        call,
-                        places,
-                        self._recorder,
-                        guard,
-                        self._forward,
-                        entropy,
-                        self._own,
-                        layout.device,
-                    )
-                    with batch_dimension_kept(group.rows_each):
-                        traced += self._group(group, step, layout, clipper, total if call.count else None)
+            with layout.meeting(total), self._recorder.shadowing(), batch_statistics_refused(), torch.enable_grad():
+                traced = self._groups(call, guard, layout, clipper, total if call.count else None)
         except BaseException:
             guard.abandon()
             raise
         traces, tensors = [run.trace for _, run in traced], [run.tensors for _, run in traced]
+        # what is logged may wait for other ranks, which have all left their steps
         replay = Replay(traces, tensors, call.count, [own for own, _ in traced], self._no_value, self._sums)
         guard.close(traces, replay.value)
         if not traced:
@@ -247,6 +237,20 @@ class StepRunner:
         mark_outside(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         guard.settle(replay.value)
         return output
+
+    def _groups(
+        self, call: StepCall, guard: StateGuard, layout: ParameterLayout, clipper: Clipper, total: Tensor | None
+    ) -> list[tuple[Sequence[int], Traced]]:
+        """What was recorded of all groups, each run with the places of its examples."""
+        entropy = Entropy(call.key)
+        traced: list[tuple[Sequence[int], Traced]] = []
+        for group, places in zip(call.examples.groups, call.examples.order, strict=True):
+            step = UserStep(
+                self.module, call, places, self._recorder, guard, self._forward, entropy, self._own, layout
+            )  # fmt: skip
+            with batch_dimension_kept(group.rows_each):
+                traced += self._group(group, step, layout, clipper, total)
+        return traced
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
@@ -289,13 +293,14 @@ class StepRunner:
         number, settled = self._first.get(group.key, 0), group.key in self._settled
         step.may_repeat = not settled
         while True:
-            engine = self.engines[number]
+            engine, before = self.engines[number], layout.contributions
             given = group if settled and not self._writes_batch else group.apart(0, group.count)
             try:
                 found = engine.add_clipped(given, step, layout, clipper, total)
             except (IsolationError, UnsupportedSettingError):
                 raise
             except UnsupportedModelError as error:
+                _check_whole(engine.name, layout.contributions - before, error)
                 number += 1
                 if number == len(self.engines):
                     raise
@@ -303,10 +308,13 @@ class StepRunner:
                 self._first[group.key] = number
                 step.forget()
                 continue
+            except OtherRankError:
+                raise
             except Exception as error:
                 if physical.is_escape(error):
                     raise escaped(line_of(error.__traceback__)) from error
                 if step.call.skip_errors and self.used:  # a step that has never run is not one example's fault
+                    _check_whole(engine.name, layout.contributions - before, error)
                     return self._one_by_one(group, step, layout, clipper, total)
                 raise
             if engine.name not in self.used:
@@ -327,6 +335,20 @@ class StepRunner:
         for index in range(group.count):
             found += self._group(group.apart(index, index + 1), step.at(index), layout, clipper, total)
         return found
+
+
+def _check_whole(engine: str, contributions: int, error: Exception) -> None:
+    """
+    Raises:
+        UnsupportedSettingError: an engine failed when a part of its sum was with other ranks already: beginning anew
+            would add it twice.
+    """
+    if contributions:
+        raise UnsupportedSettingError(
+            f"engine={engine!r} gave up on examples after others of the same call had been added to sums that other "
+            "ranks hold in shards, so the call cannot be repeated: use engine='ghost' without chunk_size, which adds "
+            "all examples of a shape at once, and on_record_error='raise'"
+        ) from error
 
 
 def _shares(places: Sequence[int], traced: Sequence[Traced]) -> list[Sequence[int]]:

@@ -118,7 +118,8 @@ class VmapEngine(Engine):
         try:
             marks = Marks(examples.tensors, vmapped=True)
             with step.tracing(), marks, seen_by_rules_refused():
-                gradients, (_, carried) = function(tuple(p.detach() for p in layout.parameters), *examples.tensors)
+                parameters = tuple(layout.whole(k).detach() for k in range(len(layout.parameters)))
+                gradients, (_, carried) = function(parameters, *examples.tensors)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from lightning_lap2.accounting.selection import RunLimit
 from lightning_lap2.callback import marks
 from lightning_lap2.callback.core import Lap2Core
 from lightning_lap2.callback.journal import local_path
-from lightning_lap2.callback.ledger import Account, Ledger
+from lightning_lap2.callback.readable import keep_within
 from lightning_lap2.callback.session import FitSession
 from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.report import NAME
@@ -105,13 +104,12 @@ def make_callback(base: type[Lap2Core], folder: Path, limit: RunLimit, **setting
     """
     names = {"__qualname__": base.__qualname__, "__module__": base.__module__, "__doc__": base.__doc__}
     privacy: SearchRun = type(base.__name__, (SearchRun, base), names)(**settings)
-    privacy.settings = replace(privacy.settings, run_limit=limit)
-    privacy._account = Account(Ledger(privacy.settings))
+    keep_within(privacy, limit)
     privacy.folder, privacy.notes = folder, []
     return privacy
 
 
-def check_ended(privacy: SearchRun, score: Any) -> float:
+def score_of(privacy: SearchRun, score: Any) -> float:
     """The score of a run that has ended, as a float.
 
     No message tells a value: an error is seen by whoever is to see the best run alone.

@@ -20,7 +20,7 @@ from lightning_lap2.callback.core import Lap2Core
 from lightning_lap2.callback.ledger import SEARCH_CAVEAT
 from lightning_lap2.report import SELECTION_CAVEAT
 from lightning_lap2.selection.report import CAVEATS, SearchReport
-from lightning_lap2.selection.run import check_ended, drop_report, make_callback
+from lightning_lap2.selection.run import drop_report, make_callback, score_of
 from lightning_lap2.selection.space import Choice, Space
 from lightning_lap2.selection.state import Best, State, check_same, load, only_one
 
@@ -242,7 +242,7 @@ class PrivateSearch:
                 self._callback, folder, state.limit, **{"eps": self.eps, "delta": self.delta, **self.privacy, **own}
             )
             with seeded_generators(secrets.randbits(32)):  # initial weights and shuffling: runs must be alike in law
-                score = check_ended(privacy, train(config, privacy))
+                score = score_of(privacy, train(config, privacy))
             drop_report(folder)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)

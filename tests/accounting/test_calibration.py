@@ -94,7 +94,7 @@ def test_epsilon_zero_is_reached_through_delta() -> None:
         ({"eps": 0.0, "delta": 0.0}, "eps must be one that a finite noise multiplier can meet"),
         ({"eps": 1.0, "delta": 0.0, "mechanism": "gaussian"}, "finite noise"),
         ({"eps": 1.0, "bound": "joint", "dimension": math.inf}, "finite noise"),
-        ({"eps": -1.0}, r"eps must be in \[0, inf\]"),
+        ({"eps": -1.0}, r"eps must not be negative"),
         ({"eps": 1.0, "steps": -1}, "steps must be"),
         ({"eps": 1.0, "bound": "joint", "mechanism": "gaussian"}, "bound must be 'tight'"),
         ({"eps": 1.0, "accountant": MajorizedAccountant("joint")}, "accountant must have bound='tight'"),

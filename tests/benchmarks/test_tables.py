@@ -10,6 +10,7 @@ from benchmarks.__main__ import memory_table, target_table
 from benchmarks.document import replace_block
 from benchmarks.measure import Timing
 from benchmarks.methods import METHODS, available
+from benchmarks.sharded import table
 
 
 def timing(**seconds: float) -> Timing:
@@ -36,6 +37,14 @@ def test_targets_met_and_missed() -> None:
     assert memory_table(peaks).splitlines()[-1] == "| opacus-ew | 11 | fails |"
 
 
+def test_memory_and_time_of_ranks() -> None:
+    memory = {"plain, DDP": {"resting": 164.4, "peak": 600.0}, "ghost, FSDP2": {"resting": 82.0, "peak": 250.0}}
+    times = {"plain, DDP": [[1.0, 0.5], [3.0, 0.7], [2.0, 0.6]], "ghost, FSDP2": [[2.5, 1.25]]}
+    lines = table(memory, times).splitlines()
+    assert lines[0] == "| | MiB between steps | MiB at most | CPU s per step | s per step |"
+    assert lines[2:] == ["| plain, DDP | 164 | 600 | 0.60 | 2.00 |", "| ghost, FSDP2 | 82 | 250 | 1.25 | 2.50 |"]
+
+
 def test_a_block_is_replaced_in_place_and_only_there(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text("above\n<!-- it: begin -->\nold\n<!-- it: end -->\nbelow\n")
@@ -51,7 +60,7 @@ def test_a_block_is_replaced_in_place_and_only_there(tmp_path: Path) -> None:
 
 def test_the_documentation_holds_the_blocks_that_the_commands_write() -> None:
     page = Path(__file__).parents[2] / "docs" / "performance.md"
-    for name in ("python -m benchmarks", "python -m benchmarks.overhead"):
+    for name in ("python -m benchmarks", "python -m benchmarks.overhead", "python -m benchmarks.sharded"):
         assert page.read_text().count(f"<!-- {name}: begin -->") == 1
         assert page.read_text().count(f"<!-- {name}: end -->") == 1
 

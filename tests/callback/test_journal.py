@@ -95,7 +95,8 @@ def test_line_of_a_child_in_the_midst_of_a_segment_does_not_end_it(tmp_path: Pat
 def test_sigkill_loses_nothing(tmp_path: Path) -> None:
     """The note is in the kernel's hands before the release, so a killed process cannot lose it."""
     program = (
-        "import os, signal; from pathlib import Path; from lightning_lap2.callback.journal import Charge, Journal\n"
+        "import os, signal; from pathlib import Path\n"
+        "from lightning_lap2.callback.journal import Charge, Journal\n"
         f"j = Journal(Path({str(tmp_path)!r}))\n"
         f"for i in range(7): j.record(i, Charge.from_dict({CHARGE.to_dict()!r}))\n"
         "print(j.run, flush=True)\n"

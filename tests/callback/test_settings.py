@@ -1,4 +1,4 @@
-"""Scenario 13 and the constructor: every refusal names the argument, its value and the legal set."""
+"""The constructor: every refusal names the argument, its value and the legal set."""
 
 from __future__ import annotations
 

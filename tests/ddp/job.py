@@ -161,7 +161,7 @@ def adaptive_threshold(ranks: Ranks) -> Result:
 
 
 def budget_beats_minimums(ranks: Ranks, *, accumulate: int = 1) -> Result:
-    """Scenario 1: money for exactly 7 steps."""
+    """Money for exactly 7 steps."""
     sizes = {"noise_multiplier": 1.5, "dimension": 8}
     expected = 2 * ranks.number * accumulate
     eps = budget_for(7, sample_rate=expected / 40, **sizes)
@@ -205,7 +205,7 @@ def budget_beats_minimums_accumulating(ranks: Ranks) -> Result:
 
 
 def empty_draw_on_one_rank_only(ranks: Ranks) -> Result:
-    """Scenario 3, with synchronised logging, a metric object and a layer that the loss never uses."""
+    """Synchronised logging, a metric object and a layer that the loss never uses."""
 
     def step(module: Any, batch: Any, batch_idx: int) -> Any:
         assert len(batch[0]) > 0, "training_step saw an empty batch"
@@ -272,7 +272,7 @@ def all_gather_in_training_step(ranks: Ranks) -> Result:
 
 
 def training_step_returns_none(ranks: Ranks) -> Result:
-    """Scenario 12: one rank skips some batches, another skips others; released and charged all the same."""
+    """One rank skips some batches, another skips others; released and charged all the same."""
 
     def step(module: Any, batch: Any, batch_idx: int) -> Any:
         if batch_idx % 3 == 1 + RANK % 2:
@@ -291,7 +291,7 @@ def training_step_returns_none(ranks: Ranks) -> Result:
 
 
 def seeded_runs_match(ranks: Ranks) -> Result:
-    """Scenario 8: with noise_seed two runs are one; without, ``seed_everything`` does not make them so."""
+    """With noise_seed two runs are one; without, ``seed_everything`` does not make them so."""
     found = []
     for seed in (3, 3, None, None):
         pl.seed_everything(42, verbose=False)
@@ -321,7 +321,7 @@ def loggers_and_reports(ranks: Ranks) -> Result:
 
 
 def distributed_sampler_without_sampling(ranks: Ranks) -> Result:
-    """Scenario 19: a DistributedSampler that pads repeats examples; one that does not is charged once per pass."""
+    """A DistributedSampler that pads repeats examples; one that does not is charged once per pass."""
     messages = []
     for number in (13, 12):
         data = records(number)

@@ -1,4 +1,4 @@
-"""Scenario 15: YAML = Python, and what else a LightningCLI user types."""
+"""YAML = Python, and what else a LightningCLI user types."""
 
 from __future__ import annotations
 

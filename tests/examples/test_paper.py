@@ -149,15 +149,18 @@ def test_summary_averages_over_seeds(example: Example) -> None:
         "eps": "3.42",
         "steps": "600",
         "batch_size": "1024",
+        "accounting": "two routes",
         "epsilon": "3.4199",
         "noise_multiplier": "0.9358",
         "cpu_seconds": "80",
     }
     rows = [{**row, "seed": str(seed), "accuracy": text} for seed, text in ((1, "95.0"), (2, "97.0"))]
     rows.append({**row, "mechanism": "gaussian", "seed": "1", "accuracy": "98.0"})
+    rows.append({**row, "accounting": "four routes", "seed": "1", "accuracy": "99.0"})
     lines = example("summary").table(rows).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert len({len(line) for line in cells}) == 1 and len(lines) == 4
-    gaussian, laplace = (dict(zip(cells[0], line, strict=True)) for line in cells[2:])
+    assert len({len(line) for line in cells}) == 1 and len(lines) == 5
+    gaussian, newer, laplace = (dict(zip(cells[0], line, strict=True)) for line in cells[2:])
+    assert newer["accounting"] == "four routes" and newer["mean"] == "99.00"
     assert laplace["mean"] == "96.00" and laplace["std"] == "1.41" and laplace["runs"] == "2"
     assert laplace["paper (Lap2)"] == "96.82" and gaussian["paper (Lap2)"] == "" and gaussian["std"] == ""

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from shutil import which
 from types import ModuleType
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_vit_weights_come_out_of_an_onnx_file_as_they_went_in(example: Example, 
 @pytest.mark.parametrize("tune", ["head", "lora"])
 def test_table2_vit(example: Example, vit: str, images: str, tune: str, capsys: pytest.CaptureFixture[str]) -> None:
     table = example("table2_vit")
-    flags = ["--vit", vit, "--data", images, "--pixels", "8", "--tune", tune, "--cache", "features.pt", *TINY]
+    flags = ["--vit", vit, "--data", images, "--pixels", "8", "--tune", tune, "--cache", "features", *TINY]
     found = table.main([*flags, *(MECHANISMS if tune == "head" else []), "--physical-batch", "4"])
     check_private(found)
     head = 24 * 2 + 2
@@ -168,8 +169,8 @@ def test_table3_features_are_the_encoder_s_and_each_record_s_own(example: Exampl
 
     table = example("table3")
     records, _ = table.splits(pairs)
-    found, labels = table.frozen_features(table.load_encoder(encoder), encoder, records, 16, "train")
-    assert found.shape == (32, 4 * 16) and labels.tolist() == [label for _, label in records]
+    found = table.frozen_features(table.load_encoder(encoder), encoder, records, 16)
+    assert found.shape == (32, 4 * 16)
     tokenizer, net = AutoTokenizer.from_pretrained(encoder), AutoModel.from_pretrained(encoder).eval()
     expected = []
     for (question, answer), _ in records:
@@ -180,12 +181,12 @@ def test_table3_features_are_the_encoder_s_and_each_record_s_own(example: Exampl
 
 
 @AVERAGES
-@pytest.mark.parametrize("tune", ["head", "lora", "full"])
+@pytest.mark.parametrize("tune", ["head", "lora", "bias", "full"])
 def test_table3(example: Example, encoder: str, sentences: str, pairs: str, tune: str) -> None:
     table = example("table3")
     flags = ["--encoder", encoder, "--tokens", "12", "--tune", tune, *TINY]
     check_private(table.main([*flags, "--task", "sst2", "--data", sentences]))
-    qnli = [*flags, "--task", "qnli", "--data", pairs, "--subset", "20", "--cache", "q.pt"]
+    qnli = [*flags, "--task", "qnli", "--data", pairs, "--subset", "20", "--cache", "kept"]
     check_private(table.main(qnli) + (table.main([*qnli, "--held-out", "8"]) if tune == "head" else []))
     assert [(row["experiment"], row["train_records"]) for row in rows()][:2] == [("sst2", "24"), ("qnli", "20")]
     assert [row["train_records"] for row in rows()[2:]] == ["12"] * (tune == "head")
@@ -264,6 +265,13 @@ def test_e2e_labels_are_on_the_sentence_alone(example: Example, bpe: str) -> Non
     assert ids[0, : len(start)].tolist() == start and not told[:, : len(start)].any()
 
 
+@pytest.fixture
+def without_java(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+    """METEOR's process reads its paraphrases for seconds; a test of its own runs it."""
+    monkeypatch.setattr(example("nlg_scores"), "which", lambda name: None)
+
+
+@pytest.mark.usefixtures("without_java")
 def test_scores_against_other_implementations(example: Example) -> None:
     pytest.importorskip("sacrebleu")
     from torchmetrics.text import BLEUScore
@@ -286,9 +294,28 @@ def test_scores_against_other_implementations(example: Example) -> None:
     same = nlg.scores([group[0] for group in references], references)
     assert (same["bleu"], same["rouge_l"]) == (pytest.approx(100), 1.0) and same["cider"] > found["cider"] > 0
     assert 0 < nlg.nist(["a pub", ""], references) < found["nist"]
-    assert nlg.scores(["", ""], references) == {"bleu": 0.0, "nist": 0.0, "rouge_l": 0.0, "cider": 0.0}
+    empty = nlg.scores(["", ""], references)
+    assert math.isnan(empty.pop("meteor")) and empty == {"bleu": 0.0, "nist": 0.0, "rouge_l": 0.0, "cider": 0.0}
     with pytest.raises(ValueError, match="2 hypotheses need as many lists of references"):
         nlg.scores(hypotheses, [["a"], []])
+
+
+@pytest.mark.skipif(which("java") is None, reason="METEOR runs in a Java process")
+def test_meteor_knows_synonyms_and_word_order(example: Example) -> None:
+    pytest.importorskip("pycocoevalcap")
+    nlg = example("nlg_scores")
+    reference = [["the cheap pub is near the river"]]
+    whole, inflected, shuffled, other = (
+        nlg.meteor([text], reference)
+        for text in (
+            "The cheap pub is near the river",
+            "the inexpensive pubs are near the river",
+            "river near the is pub the cheap",
+            "",
+        )
+    )
+    assert whole == pytest.approx(1.0) and other == 0.0
+    assert whole > inflected > 0.4 and whole > shuffled > 0.2
 
 
 def test_scores_name_the_package_that_is_missing(example: Example) -> None:
@@ -301,6 +328,7 @@ def test_scores_name_the_package_that_is_missing(example: Example) -> None:
 SMALL = ["--layers", "1", "--width", "32", "--merges", "5", "--tokens", "64", "--new-tokens", "24", "--beams", "2"]
 
 
+@pytest.mark.usefixtures("without_java")
 def test_table4(example: Example, e2e: str, bpe: str) -> None:
     pytest.importorskip("pycocoevalcap")
     table = example("table4")
@@ -316,6 +344,35 @@ def test_table4(example: Example, e2e: str, bpe: str) -> None:
         table.main(["--data", e2e, *TINY])
 
 
+@pytest.mark.usefixtures("without_java")
+def test_table4_draws_several_generations_for_held_out_meanings(example: Example, e2e: str, bpe: str) -> None:
+    pytest.importorskip("pycocoevalcap")
+    table = example("table4")
+    flags = ["--data", e2e, "--tokenizer", bpe, *SMALL, *TINY, "--tune", "bias", "--held-out", "1", "--public", "2"]
+    flags += ["--generations", "3", "--public-steps", "1"]
+    (row,) = table.main([*flags, "--plot", "figure7.png"])
+    check_private([row])
+    drawn = table.from_text(row["generations"])
+    assert len(drawn) == 3 and all(set(one) == set(table.NAMES) for one in drawn)
+    assert float(row["nist"]) == pytest.approx(sum(one["nist"] for one in drawn) / 3, rel=1e-4)
+    assert row["train_records"] == str(12 - 2)  # one of two meanings, two of its records public
+    assert int(row["dimension"]) == 3 * 32 + 32 + 4 * 32 + 32 + 3 * 2 // 2 * 32  # c_attn, c_proj, c_fc, c_proj, norms
+    assert Path("figure7.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bias_tuning_gives_biases_to_a_network_without_any(example: Example) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    net = LlamaForCausalLM(LlamaConfig(vocab_size=11, **sizes))
+    ids = torch.tensor([[1, 2, 3]])
+    before = net(ids).logits
+    trained = {n: p for n, p in example("tuning").prepare(net, "bias", 4).named_parameters() if p.requires_grad}
+    assert sum(p.numel() for p in trained.values()) == 4 * 16 + 2 * 24 + 16 and all(n.endswith("bias") for n in trained)
+    torch.testing.assert_close(net(ids).logits, before)
+
+
+@pytest.mark.usefixtures("without_java")
 def test_table4_says_what_it_was_taught(example: Example, e2e: str, bpe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without privacy: training, generation from padded prompts and scoring agree with each other."""
     pytest.importorskip("pycocoevalcap")

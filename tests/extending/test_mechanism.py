@@ -109,7 +109,7 @@ def test_ghost_is_refused_for_its_norm(family: Family) -> None:
 def test_the_mechanisms_clipping_and_charge(family: Family) -> None:
     mechanism = Mechanism(name="logistic", max_grad_norm=2.0, noise_multiplier=1.5, layer_sizes=(3, 7))
     assert (mechanism.norm, mechanism.distribution, mechanism.layer_share) == ("l1", "logistic", 0.5)
-    assert mechanism.standard_deviation == pytest.approx(3.0 * math.pi / math.sqrt(3))
+    assert mechanism.noise.standard_deviation * mechanism.scale == pytest.approx(3.0 * math.pi / math.sqrt(3))
 
 
 def test_a_name_is_taken_once_and_unknown_ones_are_refused_by_name(family: Family) -> None:

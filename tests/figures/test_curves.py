@@ -155,7 +155,7 @@ def test_shared_sweeps_are_made_once_and_announced() -> None:
         ({"delta": 0.0}, ValueError, "delta must lie strictly between"),
         ({"steps": 0}, ValueError, "steps must be at least 1"),
         ({"steps": 2.5}, TypeError, "steps must be an integer"),
-        ({"dimension": 2.5}, ValueError, "dimension must be an integer or inf"),
+        ({"dimension": 2.5}, ValueError, "dimension must be a non-negative integer or inf"),
         ({"noise_multiplier": math.inf}, ValueError, "noise_multiplier must be positive and finite"),
         ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must be positive"),
         ({"eps_range": (1.0, 1.0)}, ValueError, "eps_range must rise"),

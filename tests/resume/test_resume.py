@@ -1,4 +1,4 @@
-"""Scenario 5: whatever a run is resumed from, its ledger goes on, and nothing is drawn twice."""
+"""Whatever a run is resumed from, its ledger goes on, and nothing is drawn twice."""
 
 from __future__ import annotations
 

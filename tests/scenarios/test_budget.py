@@ -1,4 +1,4 @@
-"""Scenario 1 (budget beats minimums), 14 (numbers), 16 (the end points)."""
+"""The budget beats minimums; numbers agree; the end points."""
 
 from __future__ import annotations
 

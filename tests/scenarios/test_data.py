@@ -1,4 +1,4 @@
-"""Scenario 2 (empty draw), 4 (loaders that lie), 7 (one poisoned record), 8 (seeds)."""
+"""Empty draws, loaders that lie, one poisoned record, seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenario 9 (layers that per-example gradients find hard) and 20 (neighbours in a batch), in real fits."""
+"""Layers that per-example gradients find hard, and neighbours in a batch, in real fits."""
 
 from __future__ import annotations
 

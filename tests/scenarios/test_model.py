@@ -1,4 +1,4 @@
-"""Scenario 10 (everyday training_step), 11 (tied, frozen, unused), 12 (skips), 13 (refusals in a real fit)."""
+"""Everyday training_steps; tied, frozen and unused parameters; skipped steps; refusals in a real fit."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_augmentation_in_a_transfer_hook_is_fine() -> None:
 
 
 def test_self_check_reaches_no_logger(tmp_path: Any) -> None:
-    """Steps on records that were not drawn (the self-check) must not write to a logger, not even directly."""
+    """Steps on records that were not drawn (the trial) must not write to a logger, not even directly."""
     seen: list[str] = []
 
     class Direct(Classifier):

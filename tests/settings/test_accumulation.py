@@ -1,4 +1,4 @@
-"""Scenario 6: one draw, one release and one charge per optimizer step, whatever the number of its parts."""
+"""One draw, one release and one charge per optimizer step, whatever the number of its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenario 18: what watches the training data without noise is refused, unless opted in, and then named."""
+"""What watches the training data without noise is refused, unless opted in, and then named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenario 12: whatever the Trainer's precision, norms, sums and noise are fp32 or wider; fp16 is refused."""
+"""Whatever the Trainer's precision, norms, sums and noise are fp32 or wider; fp16 is refused."""
 
 from __future__ import annotations
 

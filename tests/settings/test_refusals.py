@@ -1,4 +1,4 @@
-"""Scenario 13: settings that are refused, each by a message that names it and what to use instead."""
+"""Settings that are refused, each by a message that names it and what to use instead."""
 
 from __future__ import annotations
 
@@ -49,19 +49,35 @@ def test_ddp_itself_is_accepted(namespace: Namespace) -> None:
     refusals.check_trainer(trainer, namespace.pl)
 
 
-@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAStrategy"])
+SHARDED = r"ModelParallelStrategy\(data_parallel_size=\.\.\., tensor_parallel_size=1\) with fully_shard"
+
+
+@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy", "XLAStrategy"])
 def test_sharded_strategies(namespace: Namespace, name: str) -> None:
     """Their packages and devices are not here: an object of a class of that name stands for them."""
     strategy = type(name, (), {})()
     trainer = SimpleNamespace(strategy=strategy, precision="32-true", overfit_batches=0.0, callbacks=[])
-    with pytest.raises(ValueError, match=f"{name}, which Lap2Privacy does not support; use strategy='ddp'"):
+    with pytest.raises(ValueError, match=f"{name}, which Lap2Privacy does not support; use strategy='ddp'.*{SHARDED}"):
         refusals.check_trainer(trainer, namespace.pl)
 
 
 def test_real_fsdp_strategy(namespace: Namespace) -> None:
     strategy = namespace.pl.strategies.FSDPStrategy()
     trainer = SimpleNamespace(strategy=strategy, precision="32-true", overfit_batches=0.0, callbacks=[])
-    with pytest.raises(ValueError, match="FSDPStrategy"):
+    with pytest.raises(ValueError, match=f"FSDPStrategy.*{SHARDED}"):
+        refusals.check_trainer(trainer, namespace.pl)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_model_parallel_strategy_without_tensor_parallelism(namespace: Namespace, size: int) -> None:
+    """Sizes are known once processes have met; a mesh of the same sizes stands for it."""
+    strategy = namespace.pl.strategies.ModelParallelStrategy()
+    strategy._device_mesh = {"tensor_parallel": SimpleNamespace(size=lambda: size)}
+    trainer = SimpleNamespace(strategy=strategy, precision="32-true", overfit_batches=0.0, callbacks=[])
+    if size == 1:
+        refusals.check_trainer(trainer, namespace.pl)
+        return
+    with pytest.raises(ValueError, match=rf"tensor_parallel_size=2.*{SHARDED}"):
         refusals.check_trainer(trainer, namespace.pl)
 
 

@@ -30,7 +30,7 @@ from scipy.special import gammaln
 from typing_extensions import assert_never
 
 from lightning_lap2.accounting.family import family_of
-from lightning_lap2.accounting.release import Release, check_pair, warn_if_unsound
+from lightning_lap2.accounting.release import Release, known_pair, warn_if_unsound
 from lightning_lap2.accounting.routes.kernel import log_kernel, majorant_nodes
 from lightning_lap2.choices import Bound
 
@@ -324,9 +324,9 @@ def log_moments(
 
     Source: Lap2 (arXiv 2602.23516) Theorem III.2 for the kernel; docs/guarantee.md for the bounds.
     """
-    mechanism, kind = check_pair(mechanism, bound)
+    mechanism, kind = known_pair(mechanism, bound)
     release = Release(noise_multiplier, sample_rate, dimension)
-    wanted = _check_orders(orders, integer=0.0 < release.sample_rate < 1.0)
+    wanted = _orders(orders, integer=0.0 < release.sample_rate < 1.0)
     warn_if_unsound(kind)
     if release.is_free:
         return np.zeros(wanted.size)
@@ -341,7 +341,7 @@ def log_moments(
     return np.where(values >= INFINITE, np.inf, values)
 
 
-def _check_orders(orders: Any, *, integer: bool) -> Array:
+def _orders(orders: Any, *, integer: bool) -> Array:
     legal = "an integer >= 1" if integer else "a real number >= 1"
     values = []
     for order in orders:

@@ -24,7 +24,7 @@ from lightning_lap2.gradients.ghost.calls import physical_calls
 from lightning_lap2.gradients.ghost.combine import merge, norms_of_sum
 from lightning_lap2.gradients.ghost.graph import NotCovered, Use, Walk
 from lightning_lap2.gradients.ghost.rules import RULES, Scope
-from lightning_lap2.gradients.ghost.sources import Node, Pulled, term_of_parameter
+from lightning_lap2.gradients.ghost.sources import Form, Node, Pulled, term_of_parameter
 from lightning_lap2.gradients.ghost.terms import Dense, Term
 from lightning_lap2.gradients.marks import Marks
 from lightning_lap2.gradients.parameters import ParameterLayout
@@ -111,8 +111,6 @@ class GhostEngine(Engine):
         """The losses of all examples; ``again``: with the random numbers of the last pass."""
         count, shared = examples.count, examples.shared()
         chosen = [k for k, p in enumerate(layout.parameters) if p in self._spread]
-        # of memory of their own: a mark on the parameter's would outlast the step
-        copies = [p.clone().expand(count, *p.shape) for p in (layout.parameters[k] for k in chosen)]
         names = step.slot_names(layout) if chosen else []
 
         def loss_of(*tensors: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -120,15 +118,13 @@ class GhostEngine(Engine):
             by_slot = {name: p for k, p in zip(chosen, own, strict=True) for name in names[k]}
             return step(examples.rebuild(leaves, shared), by_slot or None)
 
-        inputs = (*examples.tensors, *copies)
         try:
-            with (
-                step.tracing(again=again),
-                _surroundings(self.module),
-                Marks(inputs, vmapped=True, graph=True) as marks,
-                seen_by_rules_refused(),
-            ):
-                losses, carried = vmap(loss_of, randomness="different")(*inputs)
+            with step.tracing(again=again), _surroundings(self.module):
+                # of memory of their own: a mark on the parameter's would outlast the step
+                copies = [p.clone().expand(count, *p.shape) for p in map(layout.whole, chosen)]
+                inputs = (*examples.tensors, *copies)
+                with Marks(inputs, vmapped=True, graph=True) as marks, seen_by_rules_refused():
+                    losses, carried = vmap(loss_of, randomness="different")(*inputs)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -191,13 +187,15 @@ class _Run:
             NotCovered: naming parameters to spread.
         """
         count, loss = len(self.losses), self.losses.sum()
-        if count == 1:
+        if count == 1 and not layout.scattered:  # where it is, no rank has room for a whole gradient
             return _single_example(loss, layout, dtype)
         carrying, self.losses = self.carrying | {self.losses.grad_fn, loss.grad_fn}, self.losses.detach()
-        index = {id(p): k for k, p in enumerate(layout.parameters)}
+        index = {id(p): k for k, p in enumerate(layout.leaves())}
         uses = Walk(index, count, carrying, self.slices, self.spread, RULES.__contains__).run(loss.grad_fn)
         self.carrying, self.slices = set(), set()  # nodes hold what they saved
         del carrying
+        if any(derived.form is Form.COMPUTED for use in uses for derived in use.operands.values()):
+            layout.hold()  # what was computed from weights needs them once more after the backward pass
         collector = Collector(Scope(count, dtype), layout, uses)
         collector.backward(loss)
         return collector.finish()
@@ -232,10 +230,11 @@ class Collected:
         views, weight = layout.views(total), weights.unbind(0)
         with full_precision():
             for k, (uses, _) in self.terms.items():
-                for use in uses:
-                    if discarded is not None:
-                        use.discard(discarded)
-                    use.add_weighted(views[k], weight[k])
+                with layout.summand(views, k) as part:
+                    for use in uses:
+                        if discarded is not None:
+                            use.discard(discarded)
+                        use.add_weighted(part, weight[k])
         add_count(norms, layout, clipper, total)
 
 
@@ -246,6 +245,7 @@ class Collector:
         self.scope = scope
         self.layout = layout
         self.uses = uses
+        self._leaves = layout.leaves()
         self.terms: dict[int, list[Term]] = {}
         self.norms: dict[int, Tensor] = {}
         self._expected = Counter([p for use in uses for d in use.operands.values() for p in d.parameters])
@@ -288,7 +288,7 @@ class Collector:
             derived = use.operands[operand]
             term = term.compact()
             for k in derived.parameters:
-                own = term_of_parameter(term, derived, self.layout.parameters[k], self.scope.dtype)
+                own = term_of_parameter(term, derived, self._leaves[k], self.scope.dtype)
                 if self._expected[k] == 1 and not isinstance(own, Pulled):
                     self.terms[k], self.norms[k] = [own], own.norms()
                 else:
@@ -309,7 +309,7 @@ class Collector:
 
 def _single_example(loss: Tensor, layout: ParameterLayout, dtype: torch.dtype) -> Collected:
     """A batch of one: its gradient is the batch gradient."""
-    grads = torch.autograd.grad(loss, layout.parameters, allow_unused=True)
+    grads = torch.autograd.grad(loss, layout.leaves(), allow_unused=True)
     dense = {
         k: Dense((g.to_dense() if g.is_sparse else g).detach().to(dtype)[None])
         for k, g in enumerate(grads)

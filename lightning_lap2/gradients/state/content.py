@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_lap2.gradients.physical import held_here
+
 # elements up to which a copy is kept
 _SMALL = 2**16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,6 +29,7 @@ class Content:
     __slots__ = ("_kept", "_value", "_version")
 
     def __init__(self, value: Tensor | np.ndarray) -> None:
+        value = held_here(value) if isinstance(value, Tensor) else value
         self._value = value
         self._version = version(value)
         self._kept = _kept(value)

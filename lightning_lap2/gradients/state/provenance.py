@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lap2.gradients.marks import RECORDS, UNKNOWN, holds_examples, mark_outside, unmark
+from lightning_lap2.gradients.physical import held_here
 
 _SWEEP = 4096
 
@@ -36,7 +37,7 @@ class Provenance:
         """Notes that these hold nothing of the records."""
         for tensor in tensors:
             if (key := _key(tensor)) is not None:
-                self._clean[key] = StorageWeakRef(tensor.untyped_storage())
+                self._clean[key] = StorageWeakRef(held_here(tensor).untyped_storage())
                 self._tainted.pop(key, None)
                 unmark(tensor)
         if len(self._clean) > self._sweep:
@@ -49,7 +50,7 @@ class Provenance:
         if (key := _key(tensor)) is not None:
             self.taints += 1
             self._clean.pop(key, None)
-            self._tainted[key] = StorageWeakRef(tensor.untyped_storage())
+            self._tainted[key] = StorageWeakRef(held_here(tensor).untyped_storage())
             mark_outside([tensor], mark)
 
     def is_known(self, tensor: Tensor) -> bool:
@@ -69,7 +70,7 @@ class Provenance:
 
 def _key(tensor: Any) -> int | None:
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(held_here(tensor).untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError, ValueError):  # sparse, lazy, of another kind
         return None
 
@@ -159,4 +160,5 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def _whole(tensor: Tensor) -> bool:
     """Whether it covers its storage."""
+    tensor = held_here(tensor)
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

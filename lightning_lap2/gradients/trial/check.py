@@ -21,6 +21,7 @@ from lightning_lap2.batches import ExampleBatch
 from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.clipping import FlatClipper
 from lightning_lap2.gradients.engine import full_precision
+from lightning_lap2.gradients.exchange import OtherRankError
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.recorder import Trace
 from lightning_lap2.gradients.runner import StepRunner
@@ -88,10 +89,10 @@ def _try(runner: StepRunner, layout: ParameterLayout, call: StepCall, plain: tup
             gradient = _alone(runner, layout, call)
             # and again, where what the first pass left on the module may be in the way
             _alone(runner, layout, call)
-        except UnsupportedModelError:
+        except (UnsupportedModelError, OtherRankError):
             raise
         except Exception as error:
-            if plain is not None and _runs(module, call, plain):
+            if plain is not None and not layout.among_others and _runs(module, call, plain):
                 raise UnsupportedModelError(
                     f"{type(module).__name__}.training_step runs on a batch but not on one example alone "
                     f"({where(error)}): private training takes each example's gradient by itself, so the loss must be "
@@ -99,7 +100,7 @@ def _try(runner: StepRunner, layout: ParameterLayout, call: StepCall, plain: tup
                 ) from error
             raise
     found = Trial()
-    if plain is not None:
+    if layout.everywhere(plain is not None) and plain is not None:
         with untouched(module):
             found = _compare(runner, layout, call, plain, gradient)
     ragged = (RAGGED,) if len(call.examples.groups) > 1 else ()
@@ -129,12 +130,16 @@ def _compare(
     module = runner.module
     with still(0) as draws, runner.recording() as trace:
         try:
-            whole = _gradient(module, layout, call, plain, trace)
+            with layout.meeting():
+                whole = _gradient(module, layout, call, plain, trace)
         except Exception:  # the batch as a whole may be what the step cannot take; its examples did run
             return Trial(random=draws.any)
-    if whole is None or not bool(torch.isfinite(whole).all()):
+    if layout.scattered:  # no rank has room for the whole gradient of a batch
+        runner.learn(trace)
         return Trial(random=draws.any)
-    if draws.any:
+    if not layout.everywhere(whole is not None and bool(torch.isfinite(whole).all())) or whole is None:
+        return Trial(random=draws.any)
+    if not layout.everywhere(not draws.any):
         with still(0):
             gradient = _alone(runner, layout, replace(call, key=b"trial"))
     runner.learn(trace)
@@ -159,13 +164,12 @@ def _gradient(
     with torch.enable_grad(), full_precision():
         with call.context():
             loss = trace.take_output(module.training_step(*plain))  # type: ignore[operator]
-        if loss is None or not loss.requires_grad:
+        if loss is None or not loss.requires_grad or layout.scattered:
             return None
-        found = torch.autograd.grad(loss, layout.parameters, allow_unused=True)
+        leaves = layout.leaves()
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
     dense = [g.to_dense() if g is not None and g.is_sparse else g for g in found]
-    return layout.flatten(
-        [torch.zeros_like(p) if g is None else g for g, p in zip(dense, layout.parameters, strict=True)]
-    )
+    return layout.flatten([torch.zeros_like(p) if g is None else g for g, p in zip(dense, leaves, strict=True)])
 
 
 def _near(a: Tensor, b: Tensor, distance: float) -> bool:
@@ -177,7 +181,11 @@ def _low_precision(module: nn.Module, layout: ParameterLayout, call: StepCall) -
     with call.context():
         autocast = torch.is_autocast_enabled(layout.device.type)
     wide = (torch.float32, torch.float64)
-    return autocast or any(p.dtype not in wide for p in module.parameters() if p.is_floating_point())
+    return (
+        autocast
+        or layout.in_low_precision
+        or any(p.dtype not in wide for p in module.parameters() if p.is_floating_point())
+    )
 
 
 def identical_views(batch: ExampleBatch) -> bool:

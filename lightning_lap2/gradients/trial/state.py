@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_lap2.gradients.physical import held_here
 from lightning_lap2.gradients.state.walk import walk
 
 
@@ -64,9 +65,10 @@ class _Snapshot:
     def __init__(self, module: nn.Module) -> None:
         self._nodes = walk([("self", module)], everything=True)
         values = [v for node in self._nodes for v in node.items.values()]
-        tensors = list({id(v): v for v in values if isinstance(v, Tensor)}.values())
+        tensors = list({id(t): t for v in values if isinstance(v, Tensor) for t in (v, held_here(v))}.values())
         self._grads = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
-        self._copies = [(t, t.detach().clone()) for t in tensors if not is_lazy(t) and t.layout is torch.strided]
+        own = [t for t in tensors if t is held_here(t) and not is_lazy(t) and t.layout is torch.strided]
+        self._copies = [(t, t.detach().clone()) for t in own]
         self._arrays = [(v, v.copy()) for v in values if isinstance(v, np.ndarray)]
 
     def restore(self) -> None:
