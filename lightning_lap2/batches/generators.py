@@ -160,6 +160,8 @@ def _seed(generator: Any, seed: bytes) -> None:
 def _generators(roots: Iterable[Any]) -> tuple[list[tuple[dict[Any, Any], Any]], list[Any]]:
     """Where in dicts (and attributes) there is a generator, and generators that are held elsewhere.
 
+    What a dict holds is asked of ``dict`` itself: a subclass may import or compute what is looked up in it.
+
     Breadth first, the first :data:`_LOOKED_AT` objects; of long lists and dicts the first :data:`_ENTRIES`.
     """
     slots: list[tuple[dict[Any, Any], Any]] = []
@@ -176,7 +178,7 @@ def _generators(roots: Iterable[Any]) -> tuple[list[tuple[dict[Any, Any], Any]],
             if not any(value is known for known in _GLOBAL):
                 found.append(value)
         elif isinstance(space, dict) and not _is_of_the_fit(value):
-            for key, held in itertools.islice(space.items(), _ENTRIES):
+            for key, held in itertools.islice(dict.items(space), _ENTRIES):
                 if isinstance(held, _KINDS) and id(held) not in seen:
                     seen.add(id(held))
                     slots.append((space, key))
@@ -191,7 +193,7 @@ _LIBRARIES = frozenset({"builtins", "torch", "lightning", "pytorch_lightning", "
 
 def _inside(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
-        yield from itertools.islice(value.values(), _ENTRIES)
+        yield from itertools.islice(dict.values(value), _ENTRIES)
     elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from itertools.islice(value, _ENTRIES)
     elif isinstance(value, functools.partial):

@@ -134,3 +134,21 @@ def test_a_generator_made_in_the_call_keeps_its_seed() -> None:
     keeper = SimpleNamespace(draw=lambda: float(np.random.default_rng(3).random()))
     own = OwnGenerators(keeper)
     assert _seeded(own, keeper, None) == _seeded(own, keeper, None)
+
+
+class _Lazy(dict[str, Any]):
+    """As in transformers: to ask it for all that it holds imports every model."""
+
+    def items(self) -> Any:
+        raise ImportError("items")
+
+    values = items
+
+
+def test_containers_that_compute_what_they_hold_are_not_asked() -> None:
+    keeper = SimpleNamespace(lazy=_Lazy(own=random.Random(0)))
+    own, found = OwnGenerators(keeper), []
+    for _ in range(2):
+        own.seed(b"key")
+        found.append(dict.__getitem__(keeper.lazy, "own").random())
+    assert found[0] == found[1] != random.Random(0).random()
