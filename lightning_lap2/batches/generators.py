@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import os
 import random
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -213,6 +214,8 @@ def _seed(generator: Any, seed: bytes) -> None:
 def _generators(roots: Iterable[Any]) -> tuple[list[tuple[dict[Any, Any], Any]], list[Any]]:
     """Where in dicts (and attributes) there is a generator, and generators that are held elsewhere.
 
+    What a dict holds is asked of ``dict`` itself: a subclass may import or compute what is looked up in it.
+
     Breadth first, the first :data:`_LOOKED_AT` objects; of long lists and dicts the first :data:`_ENTRIES`.
     """
     slots: list[tuple[dict[Any, Any], Any]] = []
@@ -239,7 +242,12 @@ def _generators(roots: Iterable[Any]) -> tuple[list[tuple[dict[Any, Any], Any]],
 
 
 _LEAVES = (str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, ModuleType)
-_LIBRARIES = frozenset({"builtins", "torch", "lightning", "pytorch_lightning", "numpy", "collections", "functools"})
+# whose functions and classes keep no generator of the user's: looking through all that they name would take long
+_LIBRARIES = sys.stdlib_module_names | {
+    "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "lightning_lap2",
+    "torchmetrics", "torchvision", "transformers", "tokenizers", "peft", "datasets", "timm", "numpy", "scipy", "pandas",
+    "sklearn", "matplotlib", "sympy", "networkx", "PIL", "tqdm", "jsonargparse", "tensorboard",
+}  # fmt: skip
 
 
 def _inside(value: Any) -> Iterator[Any]:

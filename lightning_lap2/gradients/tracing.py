@@ -420,6 +420,10 @@ def explain(error: BaseException, module: nn.Module, *, engine: str = "vmap") ->
     ) from error
 
 
+_CHECKPOINTS = ("checkpoint", "saved_tensors_hooks", "saved tensor hooks", "_NoopSaveInputs")
+"""What torch says of activation checkpoints under ``vmap``; torch 2.6 names its own function."""
+
+
 def _cause(message: str) -> str:
     """What functorch's message means for the user."""
     if ".item()" in message or "data-dependent" in message or "aten::_local_scalar_dense" in message:
@@ -439,7 +443,7 @@ def _cause(message: str) -> str:
         return "it asks autograd for a gradient inside the step (torch.autograd.grad, backward)"
     if "saved_tensors_hooks (or" in message:
         return "what the backward pass keeps is that of all examples together"
-    if "checkpoint" in message or "saved_tensors_hooks" in message or "saved tensor hooks" in message:
+    if any(words in message for words in _CHECKPOINTS):
         return "activation checkpointing cannot be traced"
     return "torch.func has no way to run it"
 

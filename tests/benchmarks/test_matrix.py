@@ -37,7 +37,7 @@ def test_the_rows_hold_every_lower_end_and_every_python_that_pyproject_names() -
         pins(project, row)
     python = "Programming Language :: Python ::"
     named = {line.split()[-1] for line in project["classifiers"] if line.startswith(python)}
-    assert {row.python for row in ROWS} == named - {"3"}
+    assert named - {"3"} <= {row.python for row in ROWS}
 
 
 def test_errors_are_failures_and_skips_are_counted_by_reason(tmp_path: Path) -> None:
