@@ -14,8 +14,9 @@ from unittest import mock
 import torch
 
 from lightning_lap2.accounting import Release
-from lightning_lap2.callback import preparing, releases
-from lightning_lap2.callback.releases import Releases
+from lightning_lap2.callback import preparing
+from lightning_lap2.callback.release import releases
+from lightning_lap2.callback.release.releases import Releases
 from lightning_lap2.gradients import vmap
 from lightning_lap2.sampling import PoissonBatchSampler
 

@@ -27,9 +27,9 @@ from benchmarks.measure import machine
 from benchmarks.workloads import MeanLoss, tutorial_cnn
 from lightning_lap2 import Lap2Privacy
 from lightning_lap2.accounting import EpsilonForecast
-from lightning_lap2.callback import releases
+from lightning_lap2.callback.release import releases
+from lightning_lap2.callback.release.spending import Spending
 from lightning_lap2.callback.session import FitSession
-from lightning_lap2.callback.spending import Spending
 from lightning_lap2.sampling import PoissonBatchSampler
 
 BATCH, WARM_UP = 256, 20

@@ -24,8 +24,8 @@ from benchmarks.families import find_workload
 from benchmarks.measure import EXACT_MEMORY, peak_of
 from benchmarks.methods import StepFunction, plain
 from benchmarks.workloads import Step, Workload
-from lightning_lap2.callback.ranks import Ranks
-from lightning_lap2.callback.window import release_
+from lightning_lap2.callback.release.ranks import Ranks
+from lightning_lap2.callback.release.window import release_
 from lightning_lap2.gradients import FlatClipper, ParameterLayout, StepCall
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.noise import make_noise_source

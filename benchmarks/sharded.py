@@ -31,8 +31,8 @@ from benchmarks.measure import machine, memory_status
 from benchmarks.methods import StepFunction
 from benchmarks.ranks import run_ranks
 from benchmarks.workloads import LanguageModel
-from lightning_lap2.callback.ranks import Ranks
-from lightning_lap2.callback.window import release_
+from lightning_lap2.callback.release.ranks import Ranks
+from lightning_lap2.callback.release.window import release_
 from lightning_lap2.gradients import FlatClipper, StepCall, make_layout
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.noise import make_noise_source

@@ -50,7 +50,7 @@ nb_merge_streams = True
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|lightning|pl|L|np|numpy|npt|collections|pathlib|optional|trainer)\b.*"),
-    (r"py:class", r"lightning_lap2\.callback\.core\.Lap2Core"),  # Lap2Privacy of whichever namespace
+    (r"py:class", r"lightning_lap2\.callback\.hooks\.Lap2Hooks"),  # Lap2Privacy of whichever namespace
 ]
 python_maximum_signature_line_length = 90
 autodoc_member_order = "bysource"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 
-from lightning_lap2.callback.core import Lap2Core
+from lightning_lap2.callback.hooks import Lap2Hooks
 
 
-class Lap2Privacy(Lap2Core, pl.Callback):
+class Lap2Privacy(Lap2Hooks, pl.Callback):
     r"""Makes ``trainer.fit`` differentially private; the LightningModule stays as it is.
 
     Each step releases ``(sum of clipped per-example gradients + noise) / expected batch size`` and nothing else:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_lap2.accounting import MajorizedAccountant
-from lightning_lap2.callback import releases as releases_module
+from lightning_lap2.callback.release import releases as releases_module
 from lightning_lap2.sampling import Part
 
 DELTA = 1e-5

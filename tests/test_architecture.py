@@ -258,3 +258,64 @@ def test_every_error_can_be_caught_by_a_public_name() -> None:
     assert set(errors.__all__) == {name for name, found in vars(errors).items() if isinstance(found, type)}
     for name in errors.__all__:
         assert getattr(lightning_lap2, name) is getattr(errors, name)
+
+
+LIGHTNING_ROOM = ROOT / "callback" / "trainer"
+# which fit by themselves, and so have a Trainer of their own, in functions
+FITTING = {"audit", "selection", "cli"}
+# what is known of Lightning where there is no Trainer yet: a user's loader may hold its sampler
+WITHOUT_A_TRAINER = {(ROOT / "sampling" / "loaders.py", "_sampler")}
+# a room -> what it may not import of its package, since that is built upon it
+ABOVE: dict[str, set[str]] = {
+    "callback/trainer": {"hooks", "session", "preparing", "run", "plan", "readable", "reporting", "release"},
+    "callback/ledger": {"hooks", "session", "preparing", "readable", "reporting", "release", "trainer"},
+    "callback/release": {"hooks", "session", "preparing", "readable", "reporting", "trainer"},
+    "gradients/step": {"ghost", "vmap", "loop", "engine", "engines", "clipped_sum", "norms", "suggest", "trial"},
+    "accounting/routes": {"accountant", "budget", "calibration", "forecast", "selection"},
+}
+
+
+def outside_the_room() -> Iterator[Path]:
+    yield from (file for file in FILES if LIGHTNING_ROOM not in file.parents)
+
+
+def test_only_what_fits_by_itself_imports_lightning_in_a_function() -> None:
+    thin = {ROOT / "lightning.py", ROOT / "pytorch_lightning.py"}
+    for file in outside_the_room():
+        found = {module.split(".")[0] for module, _ in imports(file, nested=True)}
+        assert file in thin or package(file) in FITTING or not found & {"lightning", "pytorch_lightning"}, file
+
+
+def test_only_one_room_reads_lightnings_private_names() -> None:
+    assert {"_results", "_sampler"} <= privates_of_lightning()
+    for file in outside_the_room():
+        others = privates_of_lightning() - defined(file)
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.Attribute) and node.attr in others and (file, node.attr) not in WITHOUT_A_TRAINER:
+                assert ast.unparse(node.value) in ("self", "cls"), where(file, node)
+
+
+def test_only_one_room_sets_attributes_of_a_trainer() -> None:
+    """By assignment, or by :class:`~lightning_lap2.callback.trainer.patches.Patches`."""
+    for file in outside_the_room():
+        if package(file) in FITTING:
+            continue
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                path = ast.unparse(node.value).split(".")
+                assert not {"trainer", "_trainer", "strategy", "fit_loop", "epoch_loop"} & set(path), where(file, node)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                assert node.func.attr != "shadow", where(file, node)
+
+
+@pytest.mark.parametrize("room", ABOVE)
+def test_a_room_does_not_import_what_is_built_upon_it(room: str) -> None:
+    house = room.split("/")[0]
+    for file in FILES:
+        if ROOT / room not in file.parents:
+            continue
+        for module, names in imports(file, nested=False):
+            parts = module.removeprefix("lightning_lap2.").split(".")
+            if parts[0] == house:
+                reached = {parts[1]} if len(parts) > 1 else set(names)
+                assert not reached & ABOVE[room], f"{file.relative_to(ROOT)} imports {sorted(reached)}"

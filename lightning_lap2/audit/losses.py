@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_lap2.callback.trainer.batches import step_arguments, transferred
-from lightning_lap2.gradients.recorder import Recorder
+from lightning_lap2.gradients.step.recorder import Recorder
 
 Array = npt.NDArray[np.float64]
 

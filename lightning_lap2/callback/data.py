@@ -25,7 +25,7 @@ from lightning_lap2.sampling import (
     provably_once,
 )
 from lightning_lap2.sampling.reach import DataReach
-from lightning_lap2.sampling.repeats import index_digest, refuse_repeating_stream
+from lightning_lap2.sampling.repeats import check_stream, index_digest
 from lightning_lap2.sampling.units import UnitOf, unit_name
 
 
@@ -158,7 +158,7 @@ class TrainingData:
                     f"augmentations={self.views} asks the data set several times for one record, which an "
                     "IterableDataset cannot answer; use a map-style data set, or augmentations=1"
                 )
-            refuse_repeating_stream(loader)
+            check_stream(loader)
             self.sampler, self.loader, length = None, ExampleLoader(loader, None), _length(loader)
         else:
             provably_once(loader, world_size)

@@ -13,8 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from lightning_lap2.gradients.marks import holds_examples
-from lightning_lap2.gradients.state.content import Content, version
-from lightning_lap2.gradients.state.walk import is_same, kind
+from lightning_lap2.gradients.step.state.content import Content, version
+from lightning_lap2.gradients.step.state.walk import is_same, kind
 
 _ENTRIES = 4096  # of a container of numbers that are compared one by one
 _LARGE = 2**20  # elements up to which what an array or tensor holds is compared at every hook

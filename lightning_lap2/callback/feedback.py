@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from lightning_lap2.callback import refusals
-from lightning_lap2.callback.ledger import Ledger
-from lightning_lap2.callback.stepvalue import count_logged, names_logged
+from lightning_lap2.callback import checks
+from lightning_lap2.callback.ledger.ledger import Ledger
+from lightning_lap2.callback.trainer.logged import count_logged, names_logged
 
 
 class FeedbackWatch:
@@ -20,7 +20,7 @@ class FeedbackWatch:
 
     def __init__(self, trainer: Any, ledger: Ledger, *, allowed: bool) -> None:
         self._trainer, self._ledger, self._allowed = trainer, ledger, allowed
-        self._watched: dict[str, str] = refusals.monitors(trainer)
+        self._watched: dict[str, str] = checks.monitors(trainer)
         self._logged = 0
 
     def check(self, logged: AbstractSet[str], *, refuse: bool = True) -> None:
@@ -29,10 +29,10 @@ class FeedbackWatch:
         Raises:
             UnsupportedSettingError: naming what watches which metric, or a name that is the ledger's.
         """
-        refusals.check_names(logged)
-        sentences = refusals.feedback(self._watched, logged)
+        checks.check_names(logged)
+        sentences = checks.feedback(self._watched, logged)
         if refuse and not self._allowed:
-            refusals.refuse_feedback(sentences)
+            checks.check_unwatched(sentences)
         for sentence in sentences:
             self._ledger.add_caveat(f"{sentence}, which is computed from training data without noise")
 

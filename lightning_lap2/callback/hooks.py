@@ -1,327 +1,246 @@
-"""Users' hooks between steps: what they make of the batch must not come back into a step.
+"""The hooks. Each says which session method it stands for; decisions are made there.
 
-Around every hook that is not Lightning's own, tensors are followed by where they come from
-(:mod:`~lightning_lap2.gradients.state.provenance`). What a hook computes from weights, state at fit start, counters
-and fresh randomness stays readable in a step (averages, momentum teachers, queues of weights). What it computes from
-the batch, the outputs, metrics, or what a step left behind is withheld from later steps (class centres, codebooks,
-memory banks).
-
-Python numbers cannot be followed. A hook whose owner has read one of such a tensor, and that changes what a step
-reads or how training goes on, is warned of at once and named in the report, unless
-``Lap2Privacy(public_state=[...])`` lists the name.
+``Lap2Hooks`` knows no Lightning class: the two namespaces' ``Callback`` classes are unrelated, so each thin module
+combines this mixin with its own.
 """
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-
-from lightning_lap2.callback.datastate import DataState
-from lightning_lap2.callback.ledger import Ledger
-from lightning_lap2.callback.patches import Patches
-from lightning_lap2.errors import UnsupportedSettingError
-from lightning_lap2.gradients.state import StateMemory
-from lightning_lap2.gradients.state.content import Content
-from lightning_lap2.gradients.state.provenance import Following, Reading
-from lightning_lap2.gradients.state.walk import GONE, Node, is_same, kind, walk
-
-_HOOKS = (
-    "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start", "on_train_batch_end",
-    "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_validation_start",
-    "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_batch_start",
-    "on_validation_batch_end", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping",
-    "lr_scheduler_step",
-)  # fmt: skip
-_LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
+from lightning_lap2.callback.ledger import module_mark
+from lightning_lap2.callback.ledger.journal import local_path
+from lightning_lap2.callback.ledger.ledger import Ledger
+from lightning_lap2.callback.ledger.resume import find_ledger, keep_journal, open_journal
+from lightning_lap2.callback.preparing import Preparing
+from lightning_lap2.callback.readable import Readable
+from lightning_lap2.callback.reporting import announcement, run_facts
+from lightning_lap2.callback.run import Fit
+from lightning_lap2.callback.session import FitSession
+from lightning_lap2.callback.trainer.hyperparameters import log_hyperparameters
+from lightning_lap2.callback.trainer.loaders import check_loaders
+from lightning_lap2.callback.trainer.shadows import shadow_data
+from lightning_lap2.report import write_report
 
 
-class HookWatch:
-    """Watches the hooks of one fit.
+class Lap2Hooks(Readable):
+    """See :class:`lightning_lap2.Lap2Privacy`."""
 
-    Args:
-        memory: what is known of the module's state.
-        data: where records come from now, see :class:`~lightning_lap2.callback.datastate.DataState`.
-        fetches: calls a function, while it is entered, before each fetch from the data outside the loader.
-        public: names of attributes and settings that the user vouches for.
-        warn: says something once to the user.
-        settle: frees what a hook that used the model left of its weights on this rank; see ``FitSession``.
-    """
+    _pl: ModuleType
 
-    def __init__(
-        self,
-        trainer: Any,
-        module: Any,
-        pl: ModuleType,
-        memory: StateMemory,
-        ledger: Ledger,
-        *,
-        data: Callable[[], Sequence[tuple[str, Any]]],
-        fetches: Callable[[Callable[[Any, str], None]], AbstractContextManager[None]],
-        public: Sequence[str],
-        warn: Callable[[str], None],
-        settle: Callable[[], None],
-    ) -> None:
-        self._trainer, self._module, self._pl = trainer, module, pl
-        self._memory, self._ledger, self._public, self._warn = memory, ledger, frozenset(public), warn
-        self._data, self._fetches = data, fetches
-        self._read: set[int] = set()  # owners that have read a number of a record's
-        self._settle_weights = settle
-        self._running: _Running | None = None
+    # -- start ----------------------------------------------------------------------------------------------------
 
-    def install(self, patches: Patches) -> None:
-        """Shadows every hook of the user's until ``patches`` are undone."""
-        for owner, base in [(self._module, self._pl.LightningModule)] + [
-            (c, self._pl.Callback) for c in self._trainer.callbacks if _is_users(c)
-        ]:
-            for name in _HOOKS:
-                hook = getattr(owner, name, None)
-                if hook is not None and (name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)):
-                    patches.shadow(owner, name, self._watched(owner, name, hook))
-
-    def _watched(self, owner: Any, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(hook)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._running is not None:  # called by another hook
-                return hook(*args, **kwargs)
-            with self._around(owner, f"{type(owner).__name__}.{name}"):
-                return hook(*args, **kwargs)
-
-        return watched
-
-    @contextmanager
-    def _around(self, owner: Any, name: str) -> Iterator[None]:
-        self._settle_weights()
-        for optimizer in self._trainer.optimizers:
-            self._memory.provenance.clean(
-                value
-                for state in optimizer.state.values()
-                for value in state.values()
-                if isinstance(value, Tensor) and not self._memory.provenance.is_tainted(value)
-            )
-        provenance, on_read = self._memory.provenance, lambda: self._read.add(id(owner))
-        following = Following(provenance, on_read)
-        self._running = _Running(owner, name, following, _Seen(self._memory, self._trainer, self._data()))
-        try:
-            with following, Reading(provenance, on_read), self._fetches(lambda *_: on_read()):
-                yield
-            self._settle(self._running)
-        finally:
-            self._running = None
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Inside, a step or a release happens that some hook called (``optimizer_step``)."""
-        running = self._running
-        if running is None:
-            yield
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
             return
-        with ExitStack() as undo:
-            undo.enter_context(_disable_current_modes())
-            self._settle(running)
-            yield
-        running.following.written.clear()
-        running.seen = _Seen(self._memory, self._trainer, self._data())
-
-    def released(self, gradients: Iterable[Tensor]) -> None:
-        """These were noised: a hook may compute from them what it likes."""
-        self._memory.provenance.clean(gradients)
-
-    # -- what a hook did --------------------------------------------------------------------------------------------
-
-    def _settle(self, running: _Running) -> None:
-        """Judges what the hook has changed so far.
-
-        Raises:
-            UnsupportedSettingError: a parameter that the optimizer trains.
-        """
-        self._settle_weights()
-        nodes, has_read = running.seen.nodes_now(), id(running.owner) in self._read
-        for node in nodes:
-            for key, value in node.items.items():
-                before = running.seen.value(node, key)
-                of = kind(value)
-                if of == "tensor":
-                    if before is not value or running.seen.written(value):
-                        self._judge_tensor(running, node, key, value, replaced=before is not value)
-                    continue
-                changed = of in ("leaf", "array") and (not is_same(before, value) or running.seen.written(value))
-                if changed and has_read and self._is_read(node.name(key)):
-                    self._tell(running, node.name(key), "a step reads it")
-        self._judge_gradients(running, has_read=has_read)
-        self._judge_data(running, has_read=has_read)
-        if has_read:
-            for name in running.seen.settings_changed(self._trainer):
-                self._tell(running, name, "it decides how training goes on")
-
-    def _judge_tensor(self, running: _Running, node: Node, key: Any, value: Tensor, *, replaced: bool) -> None:
-        provenance, name = self._memory.provenance, node.name(key)
-        seen = replaced or running.following.saw_written(value)
-        if provenance.is_known(value) and seen:
-            return
-        if self._is_public(name):
-            provenance.clean([value])
-            return
-        provenance.taint(value)
-        if isinstance(value, nn.Parameter) and self._is_optimised(value):
-            raise UnsupportedSettingError(
-                f"{running.name} writes the parameter {name}, which the optimizer trains, from something that may hold "
-                "training records (the batch, outputs, metrics, an array): no noise protects that. Compute it from "
-                "weights alone, take it out of the optimizer, or vouch for it with Lap2Privacy(public_state=[...])"
-            )
-        if isinstance(value, nn.Parameter) or node.path.endswith("._buffers"):
-            self._tell(running, name, "checkpoints hold it; a training_step that reads it is refused", read=False)
-
-    def _judge_gradients(self, running: _Running, *, has_read: bool) -> None:
-        """What the optimizer is about to step on, and what it keeps: noised, or computed from what was.
-
-        Raises:
-            UnsupportedSettingError: a gradient, or the optimizer's state, that may hold records.
-        """
-        provenance = self._memory.provenance
-        for name, parameter in self._module.named_parameters():
-            gradient = parameter.grad
-            if gradient is None or not (seen := running.seen.gradient_changed(parameter, running.following)):
-                continue
-            if self._is_public(f"{name}.grad"):
-                provenance.clean([gradient])
-            elif seen == "unseen" or not provenance.is_known(gradient):
-                raise self._unprotected(running, f"the gradient of {name}", f"{name}.grad")
-            elif has_read:
-                self._tell(running, f"{name}.grad", "the optimizer steps on it")
-        for optimizer in self._trainer.optimizers:
-            for state in optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and provenance.is_tainted(value):
-                        raise self._unprotected(
-                            running, f"{key!r} in the state of {type(optimizer).__name__}", str(key)
-                        )
-
-    def _judge_data(self, running: _Running, *, has_read: bool) -> None:
-        """What later draws are read from.
-
-        Raises:
-            UnsupportedSettingError: it was written from the batch or the outputs.
-        """
-        for name, of in running.seen.data.changes():
-            if self._is_public(name):
-                continue
-            if of == "records" and not name.startswith("datamodule."):
-                raise UnsupportedSettingError(
-                    f"{running.name} writes {name} from training records (the batch, the outputs): later draws are "
-                    "read from there, so one record would reach the others' gradients, and no noise protects that. "
-                    "Compute it before fit from public data, or from the weights alone; or vouch for it with "
-                    f"Lap2Privacy(public_state=[{name!r}])"
-                )
-            if has_read or of == "records":
-                self._tell(running, name, "later draws and steps may read it", read=of != "records")
-
-    def _unprotected(self, running: _Running, what: str, name: str) -> UnsupportedSettingError:
-        return UnsupportedSettingError(
-            f"{running.name} writes {what} from something that may hold training records (the batch, outputs, metrics, "
-            "an array): no noise protects that, and it reaches the weights. Compute it from the gradients and weights "
-            f"alone, or vouch for it with Lap2Privacy(public_state=[{name!r}])"
+        self._end(completed=False)
+        fit = Fit(
+            settings=self.settings,
+            account=self._account,
+            trainer=trainer,
+            module=pl_module,
+            pl=self._pl,
+            probe=self._probe,
         )
+        preparing = Preparing(fit)
+        preparing.check()
+        shadow_data(fit.patches, trainer, loader=self._loader_made, ready=self._data_ready)
+        self._preparing, self._directory = preparing, None
 
-    def _is_read(self, name: str) -> bool:
-        """Whether the code that a step may run names every part of ``self.a.b[0]``."""
-        return self._memory.names.issuperset(re.sub(r"\[.*?\]", "", name).split(".")[1:])
-
-    def _is_optimised(self, parameter: nn.Parameter) -> bool:
-        return any(
-            held is parameter
-            for optimizer in self._trainer.optimizers
-            for group in optimizer.param_groups
-            for held in group["params"]
-        )
-
-    def _is_public(self, name: str) -> bool:
-        return name in self._public or name.removeprefix("self.") in self._public
-
-    def _tell(self, running: _Running, name: str, why: str, *, read: bool = True) -> None:
-        if self._is_public(name):
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
+        if self._preparing is None:
             return
-        how = "has read numbers of training records and changes" if read else "computes from training records"
-        text = f"{running.name} {how} {name}: no noise protects it, and {why}"
-        if self._ledger.add_caveat(text):
-            self._warn(
-                f"{text}. Where it holds nothing of the records, list it: Lap2Privacy(public_state=[{_bare(name)!r}])"
+        state = find_ledger(checkpoint, self.state_key)
+        self._preparing.checkpoint_loaded(checkpoint, tracked=state is not None)
+        if state is not None and not checkpoint["callbacks"].get(self.state_key):
+            self.load_state_dict(state)  # kept under another class's name; under ours Lightning loads it
+
+    def _loader_made(self, loader: Any) -> Any:
+        """Lightning made a train loader, at first or for another epoch; returns the one to train on."""
+        if self._session is not None:
+            return self._session.reload(loader)
+        return self._started.replace_loader(loader)
+
+    def _data_ready(self) -> None:
+        """Lightning set its train data up: once a fit, the plan is made and the steps are taken over."""
+        preparing, session = self._started, self._session
+        data = preparing.data if session is None else session.data
+        check_loaders(preparing.fit.trainer, data.facts.batches_per_epoch)
+        if session is None:
+            session = FitSession(preparing.run())
+            session.begin_audit()
+            self._session = session
+            self._planned(session)
+
+    def _planned(self, session: FitSession) -> None:
+        """The plan stands, and no step was taken yet."""
+        self._account.facts = run_facts(session)
+        fit = session.run.fit
+        fit.say(announcement(session, self._ledger, self.scale, self.clipping_threshold))
+        if fit.trainer.gradient_clip_val:
+            fit.pl.utilities.rank_zero_warn(
+                f"Trainer(gradient_clip_val={fit.trainer.gradient_clip_val!r}) clips the noised gradient: "
+                "harmless to privacy, ruinous for utility; per-example clipping is max_grad_norm"
             )
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        # Asked here, on every rank: log_dir is a broadcast, and would hang where only one rank asks.
+        self._directory = _output_directory(trainer)
 
-class _Running:
-    """A hook that runs now."""
-
-    def __init__(self, owner: Any, name: str, following: Following, seen: _Seen) -> None:
-        self.owner, self.name, self.following, self.seen = owner, name, following, seen
-
-
-class _Seen:
-    """State and settings as they were."""
-
-    def __init__(self, memory: StateMemory, trainer: Any, data: Sequence[tuple[str, Any]]) -> None:
-        self.data = DataState(data)
-        self._roots, self._nodes = memory.roots, memory.nodes()
-        self._values = {(id(n.live), key): (n.live, value) for n in self._nodes for key, value in n.items.items()}
-        self._contents = {
-            id(value): Content(value) for _, value in self._values.values() if isinstance(value, np.ndarray | Tensor)
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        session = self._steps
+        session.check_before_training()
+        open_journal(session.run.fit, self._directory)
+        module_mark.put(pl_module, self._ledger)
+        self._note_facts(caveats=session.trial.notes, engine=session.engine_name)
+        values = {
+            "privacy/delta": self.delta,
+            "privacy/noise_multiplier": self.noise_multiplier,
+            "privacy/sample_rate": self.sample_rate,
+            "privacy/max_grad_norm": self.max_grad_norm,
         }
-        self._settings = _settings(trainer)
-        gradients = [(id(p), p.grad) for p in memory.module.parameters() if p.grad is not None]
-        self._gradients = {key: (gradient, Content(gradient)) for key, gradient in gradients}
+        log_hyperparameters(trainer.loggers, values, self._ledger, session.run.fit.warn)
 
-    def gradient_changed(self, parameter: Tensor, following: Following) -> Literal["", "seen", "unseen"]:
-        """Whether the gradient is another, or was written; ``"unseen"``: in a way that no operation showed."""
-        gradient = parameter.grad
-        assert gradient is not None
-        before, content = self._gradients.get(id(parameter), (None, None))
-        if before is not gradient or following.saw_written(gradient):
-            return "seen"
-        assert content is not None
-        return "unseen" if content.written() else ""
+    def _note_facts(self, **changes: Any) -> None:
+        assert self._account.facts is not None  # since the plan stands
+        self._account.facts = replace(self._account.facts, **changes)
 
-    def nodes_now(self) -> list[Node]:
-        """All containers as they are now."""
-        return self._nodes if all(node.untouched() for node in self._nodes) else walk(self._roots)
+    @property
+    def _started(self) -> Preparing:
+        """The fit that goes on.
 
-    def value(self, node: Node, key: Any) -> Any:
-        found = self._values.get((id(node.live), key))
-        return GONE if found is None else found[1]
+        Raises:
+            RuntimeError: none does.
+        """
+        if self._preparing is None:
+            raise RuntimeError("no fit goes on; please report this")
+        return self._preparing
 
-    def written(self, value: Any) -> bool:
-        content = self._contents.get(id(value))
-        return content is not None and content.written()
+    @property
+    def _steps(self) -> FitSession:
+        """The steps of the fit that goes on.
 
-    def settings_changed(self, trainer: Any) -> list[str]:
-        now = _settings(trainer)
-        return [name for name, value in self._settings.items() if now[name] != value]
+        Raises:
+            RuntimeError: its plan was never made, so nothing may be trained.
+        """
+        if self._session is None:
+            raise RuntimeError("training began before the privacy plan was made; please report this")
+        return self._session
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        # of what the module logged in on_train_epoch_end, which runs after this callback's
+        self._steps.check_feedback()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._steps.release()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not trainer.barebones:
+            self._logged.log(trainer, pl_module, self._steps.releases.spending.epsilon)
+            if self.settings.clipping == "adaptive":
+                # a function of noised counts
+                self._logged_threshold.log(trainer, pl_module, self.clipping_threshold)
+        self._steps.check_feedback()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._steps.check_trained()
+        self._steps.check_feedback()
+        self._steps.check_weights()
+        module_mark.put(pl_module, self._ledger)
+
+    # -- end, however it comes ------------------------------------------------------------------------------------
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._session is not None:
+            self._session.check_feedback(refuse=False)
+        self._end(completed=True)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._end(completed=True)
+            # here, after other callbacks' on_train_end may have put averaged weights into the module
+            module_mark.seal(pl_module, self._ledger)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        try:
+            self._end(completed=False)
+        finally:
+            module_mark.seal(pl_module, self._ledger)
+
+    def _end(self, *, completed: bool) -> None:
+        """Closes the journal, writes the report and undoes every patch; each even if one before it fails."""
+        preparing, session = self._preparing, self._session
+        self._preparing = self._session = None
+        if preparing is None:
+            return
+        with ExitStack() as last_first:
+            last_first.callback(preparing.fit.patches.undo)
+            if session is not None:
+                last_first.callback(session.note_state)
+                last_first.callback(session.settle_weights)
+                self._note_facts(dimension=session.layout.numel)
+                last_first.callback(_even_if_interrupted, lambda: self._write_report(preparing.fit))
+            last_first.callback(_even_if_interrupted, lambda: self._close_journal(completed=completed))
+
+    def _write_report(self, fit: Fit) -> None:
+        if fit.trainer.is_global_zero and self._directory is not None:
+            write_report(self.report(), self._directory, warn=self._warn)
+
+    def _close_journal(self, *, completed: bool) -> None:
+        try:
+            self._ledger.close_journal(completed=completed)
+        except OSError as error:
+            # It then reads like a killed run's: a resumed run charges more than need be, never less.
+            self._warn(
+                f"the end of the run could not be noted in its journal ({error}); a run that resumes from "
+                "an earlier checkpoint will charge all releases noted there"
+            )
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._session is not None:
+            self._session.note_state()
+        if self._preparing is not None:
+            keep_journal(self._preparing.fit)
+        return self._ledger.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        before, ledger = self.steps, Ledger(self.settings)
+        ledger.load_state_dict(state_dict)
+        self._account.ledger = ledger  # a new one: modules trained with this callback keep what they have spent
+        if branch := ledger.branched_off(before):
+            self._warn(branch)
+
+    def _warn(self, text: str) -> None:
+        self._pl.utilities.rank_zero_warn(f"Lap2Privacy: {text}")
 
 
-def _settings(trainer: Any) -> dict[str, Any]:
-    """What decides how training goes on, beside the module."""
-    groups = [
-        [(k, float(v) if isinstance(v, Tensor) else v) for k, v in group.items() if k != "params"]
-        for optimizer in trainer.optimizers
-        for group in optimizer.param_groups
-    ]
-    found = {"param_groups": groups, "should_stop": trainer.should_stop}
-    found["requires_grad"] = [p.requires_grad for p in trainer.lightning_module.parameters()]
-    found |= {name: getattr(trainer, name) for name in _LIMITS}
-    found["limit_train_batches"] = trainer.limit_train_batches
-    return found
+def _output_directory(trainer: Any) -> Path | None:
+    """Where the report and the journal go: the logger's folder, else the checkpoints', else (or if that is a URL)
+    nowhere."""
+    if trainer.loggers:
+        directory = trainer.log_dir
+        return None if directory is None else local_path(directory)
+    for callback in trainer.checkpoint_callbacks:
+        directory = getattr(callback, "dirpath", None)
+        if directory is not None:
+            return local_path(directory)
+    return None
 
 
-def _is_users(callback: Any) -> bool:
-    own = type(callback).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_lap2."))
-    return not own and not getattr(callback, "is_lap2_privacy", False)
-
-
-def _bare(name: str) -> str:
-    return name.removeprefix("self.")
+def _even_if_interrupted(act: Callable[[], None]) -> None:
+    """Does ``act`` although torch's SIGCHLD handler raises in the midst of it: in the main thread, wherever that is,
+    once for a DataLoader worker that died. The error then goes on."""
+    try:
+        act()
+    except RuntimeError:
+        act()
+        raise

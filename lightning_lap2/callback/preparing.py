@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_lap2.accounting import Release
-from lightning_lap2.callback import marks, refusals
+from lightning_lap2.callback import checks
 from lightning_lap2.callback.adaptive import AdaptiveThreshold, expensive_count
 from lightning_lap2.callback.data import DataFacts, Position, TrainingData
-from lightning_lap2.callback.ledger import Ledger
+from lightning_lap2.callback.ledger import module_mark
+from lightning_lap2.callback.ledger.ledger import Ledger
+from lightning_lap2.callback.ledger.resume import Resumed, accept_untracked, settle
 from lightning_lap2.callback.plan import Horizon, KeptPlan, Plan, changes, horizon, make_plan
-from lightning_lap2.callback.releases import specification
-from lightning_lap2.callback.resume import Resumed, accept_untracked, settle
+from lightning_lap2.callback.release.releases import specification
 from lightning_lap2.callback.run import Fit, Run, charged_by_pass
 from lightning_lap2.callback.trainer.limits import cap_steps
 from lightning_lap2.errors import UnsupportedSettingError
@@ -48,10 +49,10 @@ class Preparing:
             UnsupportedSettingError: naming the setting and what to use instead.
         """
         fit = self.fit
-        refusals.check_trainer(fit.trainer, fit.pl)
-        refusals.check_module(fit.module, fit.pl)
+        checks.check_trainer(fit.trainer, fit.pl)
+        checks.check_module(fit.module, fit.pl)
         reshard(fit.module)
-        marks.note_unknown_training(fit.module, fit.ledger)
+        module_mark.note_unknown_training(fit.module, fit.ledger)
 
     # -- ledger ---------------------------------------------------------------------------------------------------
 
@@ -59,7 +60,7 @@ class Preparing:
         """The fit resumes from ``checkpoint``; ``tracked``: it holds a ledger of ours.
 
         Raises:
-            UnsupportedSettingError: see :func:`~lightning_lap2.callback.resume.accept_untracked`.
+            UnsupportedSettingError: see :func:`~lightning_lap2.callback.ledger.resume.accept_untracked`.
         """
         self.resumed, self._checkpoint_seen = Resumed.from_checkpoint(checkpoint), True
         if not tracked:
@@ -70,9 +71,9 @@ class Preparing:
         if fit.trainer.ckpt_path is not None and not self._checkpoint_seen:
             accept_untracked(fit)
         if self._checkpoint_seen:  # the module's weights are the checkpoint's now
-            if branch := fit.ledger.branched_off(marks.spent(fit.module)):
+            if branch := fit.ledger.branched_off(module_mark.spent(fit.module)):
                 fit.warn(branch)
-        elif new := marks.adopt(fit.module, fit.account, self._restored):
+        elif new := module_mark.adopt(fit.module, fit.account, self._restored):
             fit.say(
                 f"the module was trained privately before: its {new} releases are in the ledger from now on (weights "
                 "that have nothing to do with those belong into a new module)"
@@ -117,8 +118,8 @@ class Preparing:
                 budget that no finite noise keeps; by name.
         """
         fit, facts = self.fit, self.data.facts
-        refusals.check_delta(fit.settings.delta, facts.num_examples)
-        refusals.check_parameter_types(fit.module)
+        checks.check_delta(fit.settings.delta, facts.num_examples)
+        checks.check_parameter_types(fit.module)
         layout = make_layout(fit.module)
         if not layout.numel:
             raise UnsupportedSettingError(f"{type(fit.module).__name__} has no trainable parameters")
@@ -169,7 +170,7 @@ class Preparing:
         if plan.charges:
             specified = specification(settings, facts, layout, threshold, plan.noise_multiplier)
             for clip in (settings.max_grad_norm,) if threshold is None else threshold.ends:
-                refusals.check_range(
+                checks.check_range(
                     replace(specified, max_grad_norm=clip),
                     layout.dtype,
                     facts.num_examples,

@@ -11,13 +11,13 @@ from typing import Any, Literal
 from lightning_lap2.accounting import MajorizedAccountant
 from lightning_lap2.accounting.selection import RunLimit
 from lightning_lap2.callback.adaptive import current_threshold
-from lightning_lap2.callback.ledger import Account, Ledger
+from lightning_lap2.callback.ledger.ledger import Account, Ledger
 from lightning_lap2.callback.preparing import Preparing
 from lightning_lap2.callback.probe import Probe
 from lightning_lap2.callback.reporting import make_report
 from lightning_lap2.callback.session import FitSession
 from lightning_lap2.callback.settings import Settings
-from lightning_lap2.callback.stepvalue import EPSILON, THRESHOLD, StepValue
+from lightning_lap2.callback.trainer.logged import EPSILON, THRESHOLD, StepValue
 from lightning_lap2.choices import (
     Bound,
     ClippingName,

@@ -11,7 +11,7 @@ from lightning_lap2._version import __version__
 from lightning_lap2.callback.adaptive import current_threshold
 from lightning_lap2.callback.data import DataFacts
 from lightning_lap2.callback.facts import RunFacts
-from lightning_lap2.callback.ledger import Ledger
+from lightning_lap2.callback.ledger.ledger import Ledger
 from lightning_lap2.callback.session import FitSession
 from lightning_lap2.callback.settings import CLIP_LEARNING_RATE, TARGET_QUANTILE, Settings
 from lightning_lap2.report import GENERAL_CAVEATS, ONE_EXAMPLE, PrivacyReport

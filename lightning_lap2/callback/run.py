@@ -8,12 +8,12 @@ from typing import Any
 
 from lightning_lap2.callback.adaptive import AdaptiveThreshold
 from lightning_lap2.callback.data import DataFacts, TrainingData
-from lightning_lap2.callback.ledger import Account, Ledger
-from lightning_lap2.callback.patches import Patches
+from lightning_lap2.callback.ledger.ledger import Account, Ledger
 from lightning_lap2.callback.plan import Plan
 from lightning_lap2.callback.probe import Probe
-from lightning_lap2.callback.ranks import Ranks
+from lightning_lap2.callback.release.ranks import Ranks
 from lightning_lap2.callback.settings import Settings
+from lightning_lap2.callback.trainer.patches import Patches
 from lightning_lap2.gradients import ParameterLayout
 from lightning_lap2.noise import NoiseSource
 
@@ -84,7 +84,7 @@ class Run:
         return self.data.facts
 
     @property
-    def by_pass(self) -> bool:
+    def charges_a_pass(self) -> bool:
         """Whether a charge covers a whole pass over the data."""
         return charged_by_pass(self.fit.settings, self.facts)
 

@@ -14,23 +14,24 @@ from typing import Any
 import torch
 
 from lightning_lap2.batches import ExampleBatch
-from lightning_lap2.callback import refusals, replicas
+from lightning_lap2.callback import checks
 from lightning_lap2.callback.data import Position
-from lightning_lap2.callback.delivery import Delivery
 from lightning_lap2.callback.feedback import FeedbackWatch
-from lightning_lap2.callback.hooks import HookWatch
-from lightning_lap2.callback.patches import muted_loggers, withheld_metrics
 from lightning_lap2.callback.preparing import training_data
 from lightning_lap2.callback.probe import Claim
-from lightning_lap2.callback.releases import Releases
+from lightning_lap2.callback.release import replicas
+from lightning_lap2.callback.release.releases import Releases
 from lightning_lap2.callback.run import Run
 from lightning_lap2.callback.trainer.batches import step_arguments
+from lightning_lap2.callback.trainer.delivery import Delivery
 from lightning_lap2.callback.trainer.limits import DeferredStop, stop
+from lightning_lap2.callback.trainer.patches import muted_loggers, withheld_metrics
 from lightning_lap2.callback.trainer.shadows import shadow_steps
+from lightning_lap2.callback.trainer.user_hooks import HookWatch
 from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.gradients import ParameterLayout, StepCall, StepRunner
 from lightning_lap2.gradients.engines import make_engine
-from lightning_lap2.gradients.state import StateMemory
+from lightning_lap2.gradients.step.state import StateMemory
 from lightning_lap2.gradients.trial import Trial, identical_views, try_step
 from lightning_lap2.sampling import Part
 
@@ -142,13 +143,13 @@ class FitSession:
             UnsupportedSettingError, UnsupportedModelError: naming the setting, layer or line.
         """
         self.settle_weights()
-        refusals.check_optimizers(self._trainer.optimizers, self._module)
-        refusals.check_parameter_hooks(self._module)
+        checks.check_optimizers(self._trainer.optimizers, self._module)
+        checks.check_parameter_hooks(self._module)
         replicas.equalise(self._module, self._trainer.strategy)
         self._feedback = FeedbackWatch(self._trainer, self.run.fit.ledger, allowed=self._settings.allow_feedback)
         if not self.run.planned_steps:
             return
-        lost = refusals.not_finite(self._module)
+        lost = checks.not_finite(self._module)
         if not self.layout.everywhere(lost is None):
             lost = lost or "(in another rank's shard)"
             raise UnsupportedSettingError(
@@ -239,7 +240,7 @@ class FitSession:
         this is said tells nothing more.)"""
         self.settle_weights()
         replicas.check_equal(self._module, self._trainer.strategy)
-        if not self._lost_warned and (lost := refusals.not_finite(self._module)):
+        if not self._lost_warned and (lost := checks.not_finite(self._module)):
             self._lost_warned = True
             self.run.fit.warn(
                 f"the parameter {lost} holds NaN or infinite values (too large a learning rate?): gradients that are "
@@ -366,7 +367,7 @@ class FitSession:
         """See :meth:`Releases.make`."""
         if self._failed is not None:
             raise self._failed
-        refusals.check_parameter_hooks(self._module)
+        checks.check_parameter_hooks(self._module)
         with self._suspended():
             going_on = self.releases.make()
         if self._hooks is not None:

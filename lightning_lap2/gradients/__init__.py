@@ -6,8 +6,8 @@ from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients.clipping import Clipper, FlatClipper, make_clipper, register_clipping
 from lightning_lap2.gradients.engine import Engine
 from lightning_lap2.gradients.parameters import ParameterLayout, make_layout, reshard
-from lightning_lap2.gradients.runner import StepRunner
-from lightning_lap2.gradients.stepcall import StepCall
+from lightning_lap2.gradients.step.runner import StepRunner
+from lightning_lap2.gradients.step.stepcall import StepCall
 
 __all__ = [
     "Clipper",

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lightning_lap2.batches import Examples
 from lightning_lap2.gradients.clipping import Clipper
 from lightning_lap2.gradients.parameters import ParameterLayout
-from lightning_lap2.gradients.runner import StepRunner, Traced, UserStep
-from lightning_lap2.gradients.stepcall import StepCall
+from lightning_lap2.gradients.step.runner import StepRunner, Traced, UserStep
+from lightning_lap2.gradients.step.stepcall import StepCall
 
 
 class Engine(ABC):

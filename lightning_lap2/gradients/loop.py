@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lightning_lap2.batches import Examples
 from lightning_lap2.errors import IsolationError, UnsupportedModelError
+from lightning_lap2.gradients.clipped_sum import add_clipped_sum
 from lightning_lap2.gradients.clipping import Clipper
-from lightning_lap2.gradients.contraction import add_clipped_sum
 from lightning_lap2.gradients.engine import Engine
 from lightning_lap2.gradients.marks import Marks
 from lightning_lap2.gradients.parameters import ParameterLayout
-from lightning_lap2.gradients.runner import Traced, UserStep
+from lightning_lap2.gradients.step.runner import Traced, UserStep
 
 
 class LoopEngine(Engine):

@@ -24,7 +24,7 @@ from lightning_lap2.gradients.clipping import total_norm
 from lightning_lap2.gradients.engine import Engine
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.gradients.parameters import ParameterLayout
-from lightning_lap2.gradients.stepcall import StepCall
+from lightning_lap2.gradients.step.stepcall import StepCall
 from lightning_lap2.gradients.trial.state import untouched
 
 

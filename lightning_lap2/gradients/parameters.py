@@ -121,12 +121,6 @@ class ParameterLayout:
     def device(self) -> torch.device:
         return self.parameters[0].device if self.parameters else torch.device("cpu")
 
-    def same_as(self, other: ParameterLayout) -> bool:
-        """Whether both hold the same parameter objects in the same order."""
-        return len(self.parameters) == len(other.parameters) and all(
-            a is b for a, b in zip(self.parameters, other.parameters, strict=True)
-        )
-
     def zeros(self, beside: int = 0) -> Tensor:
         """A flat vector ``[held + beside]`` of zeros; unless parameters are sharded, ``held`` is n."""
         return torch.zeros(self.held + beside, dtype=self.dtype, device=self.device)

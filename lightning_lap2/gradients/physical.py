@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
 from lightning_lap2.errors import UnsupportedModelError
-from lightning_lap2.gradients.replacing import Replacements
+from lightning_lap2.gradients.step.replacing import Replacements
 
 _C: Any = torch._C._functorch
 

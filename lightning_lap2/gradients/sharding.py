@@ -36,7 +36,7 @@ from lightning_lap2.gradients.exchange import Exchange
 from lightning_lap2.gradients.marks import unmark
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.physical import functorch_left, recorded, replicas_of
-from lightning_lap2.gradients.replacing import replaced
+from lightning_lap2.gradients.step.replacing import replaced
 
 
 class Sharding:

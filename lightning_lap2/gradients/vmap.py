@@ -16,15 +16,15 @@ from torch.func import grad_and_value, vmap
 
 from lightning_lap2.batches import Examples
 from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.gradients.clipped_sum import add_clipped_sum
 from lightning_lap2.gradients.clipping import Clipper
-from lightning_lap2.gradients.contraction import add_clipped_sum
 from lightning_lap2.gradients.engine import Engine
 from lightning_lap2.gradients.marks import Marks
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.physical import check_torch
-from lightning_lap2.gradients.runner import Traced, UserStep
-from lightning_lap2.gradients.tracing import explain, refuse_layers, way_through
-from lightning_lap2.gradients.whole_batch import seen_by_rules_refused
+from lightning_lap2.gradients.step.runner import Traced, UserStep
+from lightning_lap2.gradients.step.tracing import allowed_layers, explain, way_through
+from lightning_lap2.gradients.step.whole_batch import seen_by_rules_refused
 
 # glibc serves blocks below this from memory it keeps; larger ones are new pages each time, which must be cleared
 KEPT_BLOCK = 2**25 - 2**16
@@ -79,7 +79,7 @@ class VmapEngine(Engine):
     ) -> list[Traced]:
         """See :meth:`Engine.add_clipped`."""
         check_torch(self.name)
-        refuse_layers(self.module, step.layers, vmapped=True)
+        allowed_layers(self.module, step.layers, vmapped=True)
         chunk = self.chunk_size or self._chunk_size(examples.count, layout)
         names, traced = step.slot_names(layout), []
         # a sum of its own where a later chunk may still be refused

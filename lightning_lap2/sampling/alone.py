@@ -39,7 +39,7 @@ from lightning_lap2.batches import ExampleBatch, split_rows
 from lightning_lap2.batches.generators import Entropy, OwnGenerators, private_generators
 from lightning_lap2.errors import IsolationError
 from lightning_lap2.sampling.loaders import worker_settings
-from lightning_lap2.sampling.reach import FetchWatch, refuse_if_closed
+from lightning_lap2.sampling.reach import FetchWatch, check_not_closed
 from lightning_lap2.sampling.units import UnitBatchSampler
 
 _DEFAULT_MAP = dict(default_collate_fn_map)
@@ -271,7 +271,7 @@ class ExampleLoader(DataLoader[Any]):
         )
 
     def __iter__(self) -> Any:
-        refuse_if_closed("the train loader")
+        check_not_closed("the train loader")
         return iter(self._inner)
 
 

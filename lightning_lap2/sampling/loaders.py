@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from lightning_lap2.sampling.by_list import ByList, CollateByList, inner
-from lightning_lap2.sampling.repeats import refuse_repeats
+from lightning_lap2.sampling.repeats import check_repeats
 
 _PLAIN = "shuffle=True, shuffle=False or a DistributedSampler"
 _NONE = "declare sampling='none' (no amplification by sampling)"
@@ -45,7 +45,7 @@ def check_loader(loader: object) -> None:
     """
     loader = _map_style(loader)
     size = _length(loader)
-    refuse_repeats(inner(loader.dataset))
+    check_repeats(inner(loader.dataset))
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler:
         raise TypeError(
@@ -126,7 +126,7 @@ def provably_once(loader: object, world_size: int) -> None:
     """
     known = _map_style(loader)
     _length(known)
-    refuse_repeats(inner(known.dataset))
+    check_repeats(inner(known.dataset))
     batches = known.batch_sampler
     if type(batches) is not BatchSampler:
         reason: str | None = f"the batch_sampler is a {_name(batches)}, which may repeat examples"

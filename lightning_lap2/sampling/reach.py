@@ -141,7 +141,7 @@ _FETCHES = ("__getitem__", "__getitems__", "__iter__")
 _closed = False
 
 
-def refuse_if_closed(what: str) -> None:
+def check_not_closed(what: str) -> None:
     """Raises inside :meth:`DataReach.closed`."""
     if _closed:
         raise _reached(what)

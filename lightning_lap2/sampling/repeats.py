@@ -25,7 +25,7 @@ _LOOKED_AT = 100  # stages of a pipeline; a list of records is no place to look
 _CONTAINERS = (Subset, ConcatDataset, StackDataset)
 
 
-def refuse_repeats(dataset: object) -> None:
+def check_repeats(dataset: object) -> None:
     """
     Raises:
         ValueError: a record is in several rows of the data set, see :func:`repeated_records`.
@@ -148,7 +148,7 @@ def _in_several_rows(columns: list[Rows]) -> tuple[int, int] | None:
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
-def refuse_repeating_stream(loader: DataLoader[Any]) -> None:
+def check_stream(loader: DataLoader[Any]) -> None:
     """
     Raises:
         ValueError: the stream gives a record several times in a pass, see :func:`repeating_stream`.

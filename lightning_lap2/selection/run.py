@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lap2.accounting.selection import RunLimit
-from lightning_lap2.callback import marks
-from lightning_lap2.callback.core import Lap2Core
-from lightning_lap2.callback.journal import local_path
+from lightning_lap2.callback.hooks import Lap2Hooks
+from lightning_lap2.callback.ledger import module_mark
+from lightning_lap2.callback.ledger.journal import local_path
 from lightning_lap2.callback.readable import keep_within
 from lightning_lap2.callback.session import FitSession
 from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.report import NAME
 
 
-class SearchRun(Lap2Core):
+class SearchRun(Lap2Hooks):
     """Joined with a namespace's ``Lap2Privacy`` by :func:`make_callback`.
 
     Attributes:
@@ -84,7 +84,7 @@ class SearchRun(Lap2Core):
                 f"the run of a private search is one fit from its beginning, but its ledger holds {self.steps} earlier "
                 "releases (a second fit, or a checkpoint): plan one fit, such as one with more epochs"
             )
-        if marks.spent(module):
+        if module_mark.spent(module):
             raise UnsupportedSettingError(
                 f"train fits a {type(module).__name__} that was trained privately before, wholly or in part (by an "
                 "earlier run of the search?), but every run of a private search starts from fresh weights: build the "
@@ -93,7 +93,7 @@ class SearchRun(Lap2Core):
             )
 
 
-def make_callback(base: type[Lap2Core], folder: Path, limit: RunLimit, **settings: Any) -> SearchRun:
+def make_callback(base: type[Lap2Hooks], folder: Path, limit: RunLimit, **settings: Any) -> SearchRun:
     """The callback of one run.
 
     Args:

@@ -16,8 +16,8 @@ from lightning_lap2 import _validate
 from lightning_lap2._progress import progress_bar
 from lightning_lap2.accounting.selection import Distribution, RunCount, RunLimit, plan_search
 from lightning_lap2.batches.generators import seeded_generators
-from lightning_lap2.callback.core import Lap2Core
-from lightning_lap2.callback.ledger import SEARCH_CAVEAT
+from lightning_lap2.callback.hooks import Lap2Hooks
+from lightning_lap2.callback.ledger.ledger import SEARCH_CAVEAT
 from lightning_lap2.report import SELECTION_CAVEAT
 from lightning_lap2.selection.report import CAVEATS, SearchReport
 from lightning_lap2.selection.run import drop_report, make_callback, score_of
@@ -108,7 +108,7 @@ class PrivateSearch:
         folder: str | Path = "private_search",
         seed: int | None = None,
         plan: Mapping[str, Any] | None = None,
-        callback: type[Lap2Core] | None = None,
+        callback: type[Lap2Hooks] | None = None,
         **privacy: Any,
     ) -> None:
         self.eps = _validate.positive("eps", eps, finite=True)
@@ -280,7 +280,7 @@ def _limit(
     return plan_search(eps=eps, delta=delta, runs=runs, bound=bound, mechanism=mechanism, **dict(plan)).limit
 
 
-def _lightning_callback() -> type[Lap2Core]:
+def _lightning_callback() -> type[Lap2Hooks]:
     from lightning_lap2.lightning import Lap2Privacy
 
     return Lap2Privacy

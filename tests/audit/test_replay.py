@@ -23,8 +23,8 @@ from lightning_lap2.audit.bench import Training
 from lightning_lap2.audit.neighbours import replay
 from lightning_lap2.audit.replay_result import Neighbour, ReplayResult
 from lightning_lap2.batches import ExampleBatch, split_rows
-from lightning_lap2.callback import releases as releases_module
 from lightning_lap2.callback import session as session_module
+from lightning_lap2.callback.release import releases as releases_module
 from lightning_lap2.gradients import FlatClipper, UnsupportedModelError
 from lightning_lap2.gradients.trial import Trial
 from lightning_lap2.noise.aes import AesNoise

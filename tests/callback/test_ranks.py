@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lap2.callback.ranks import Ranks
-from lightning_lap2.callback.window import release_
+from lightning_lap2.callback.release.ranks import Ranks
+from lightning_lap2.callback.release.window import release_
 from lightning_lap2.noise import make_noise_source
 
 

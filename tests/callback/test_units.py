@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
-from lightning_lap2.callback.ledger import checksum
+from lightning_lap2.callback.ledger.ledger import checksum
 from lightning_lap2.callback.settings import Settings
 from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.sampling import PoissonBatchSampler

@@ -20,9 +20,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics.classification import BinaryAccuracy
 
-from lightning_lap2.callback import ranks as ranks_module
-from lightning_lap2.callback import releases as releases_module
-from lightning_lap2.callback.window import release_
+from lightning_lap2.callback.release import ranks as ranks_module
+from lightning_lap2.callback.release import releases as releases_module
+from lightning_lap2.callback.release.window import release_
 from lightning_lap2.noise import make_noise_source
 from tests.helpers import (
     LIGHTNING,

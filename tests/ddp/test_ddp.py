@@ -16,7 +16,7 @@ from scipy import stats
 from torch import Tensor
 
 from benchmarks.floating_point import OURS, certain
-from lightning_lap2.callback.journal import PATTERN
+from lightning_lap2.callback.ledger.journal import PATTERN
 from lightning_lap2.noise.grid import spacing
 from tests.ddp import job as jobs
 from tests.ddp.harness import Job, start

@@ -19,7 +19,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "film", "plot", "and", "very"]
-FOLDERS = (ROOT / "examples", ROOT / "examples" / "paper")
+FOLDERS = (ROOT / "examples", ROOT / "paper")
 NAMES = tuple(path.stem for folder in FOLDERS for path in folder.glob("*.py"))
 AVERAGES = pytest.mark.skipif(
     not hasattr(L.pytorch.callbacks, "EMAWeightAveraging"), reason="Lightning averages weights since 2.6"

@@ -107,7 +107,7 @@ def test_plans_name_scripts_that_exist(example: Example, monkeypatch: pytest.Mon
     driver = example("driver")
     for name in ("FASHION_MNIST", "MNIST", "CIFAR10", "SST2", "QNLI", "E2E", "MODELS"):
         monkeypatch.setenv(name, "folder")
-    plans = sorted((ROOT / "examples" / "paper" / "plans").glob("*.txt"))
+    plans = sorted((ROOT / "paper" / "plans").glob("*.txt"))
     assert plans and all(driver.commands(plan.read_text()) for plan in plans)
     monkeypatch.delenv("MNIST")
     with pytest.raises(ValueError, match=r"\$MNIST names an environment variable that is not set"):

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from lightning_lap2.accounting.release import Release
-from lightning_lap2.callback import journal as journal_module
-from lightning_lap2.callback.journal import Charge, Journal, read
+from lightning_lap2.callback.ledger import journal as journal_module
+from lightning_lap2.callback.ledger.journal import Charge, Journal, read
 from tests.helpers import LIGHTNING, LIGHTNING_WARNINGS, classifier, loader, quiet_trainer, watched_releases
 
 pytestmark = LIGHTNING_WARNINGS

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lap2.callback.window import release_
+from lightning_lap2.callback.release.window import release_
 from lightning_lap2.mechanism import Mechanism
 from lightning_lap2.noise import make_noise_source
 from tests.helpers import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_lap2.callback.journal import PATTERN, Journal
+from lightning_lap2.callback.ledger.journal import PATTERN, Journal
 from tests.helpers import LIGHTNING, LIGHTNING_WARNINGS, classifier, loader, only_file, quiet_trainer
 
 pytestmark = LIGHTNING_WARNINGS

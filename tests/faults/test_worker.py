@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lightning_lap2.callback import core
+from lightning_lap2.callback import hooks
 from tests.helpers import LIGHTNING, LIGHTNING_WARNINGS, classifier, quiet_trainer, records, watched_releases
 
 pytestmark = LIGHTNING_WARNINGS
@@ -76,7 +76,7 @@ def test_worker_that_dies(tmp_path: Path, how: str) -> None:
 
 def test_the_report_survives_a_late_word_of_the_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's SIGCHLD handler raises wherever the main thread is: here while the report is written."""
-    write, calls = core.write_report, []
+    write, calls = hooks.write_report, []
 
     def interrupted(*args: Any, **options: Any) -> None:
         calls.append(args)
@@ -84,7 +84,7 @@ def test_the_report_survives_a_late_word_of_the_death(tmp_path: Path, monkeypatc
             raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
         write(*args, **options)
 
-    monkeypatch.setattr(core, "write_report", interrupted)
+    monkeypatch.setattr(hooks, "write_report", interrupted)
     with pytest.raises(RuntimeError, match="killed by signal"):
         run(tmp_path, None)
     assert len(calls) == 2 and (tmp_path / "privacy_report.json").exists()

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lap2.gradients import Engine, StepCall
+from lightning_lap2.gradients.clipped_sum import add_clipped_sum, round_down, row_norms
 from lightning_lap2.gradients.clipping import FlatClipper
-from lightning_lap2.gradients.contraction import add_clipped_sum, round_down, row_norms
 from lightning_lap2.gradients.loop import LoopEngine
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.vmap import VmapEngine, choose_chunk, memory_budget

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.floating_point import summation_error
-from lightning_lap2.callback.refusals import UnsupportedSettingError, check_range
+from lightning_lap2.callback.checks import UnsupportedSettingError, check_range
 from lightning_lap2.gradients import ParameterLayout, StepCall, make_clipper
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.mechanism import GRID_SHIFT, MARGIN, Mechanism

@@ -19,7 +19,7 @@ from lightning_lap2.errors import UnsupportedModelError
 from lightning_lap2.gradients import FlatClipper, ParameterLayout, StepCall, StepRunner, physical
 from lightning_lap2.gradients.engines import make_engine
 from lightning_lap2.gradients.ghost.rules import RULES
-from lightning_lap2.gradients.replacing import Replacements
+from lightning_lap2.gradients.step.replacing import Replacements
 
 
 @pytest.mark.parametrize("name", physical.NAMES["ghost"])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_lap2.accounting import MajorizedAccountant
-from lightning_lap2.callback import releases as releases_module
+from lightning_lap2.callback.release import releases as releases_module
 from tests.helpers import DELTA, LIGHTNING, classifier, loader, quiet_trainer
 
 pl = LIGHTNING.pl

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lap2.callback import ledger as ledger_module
-from lightning_lap2.callback.journal import PATTERN
-from lightning_lap2.callback.ledger import checksum
+from lightning_lap2.callback.ledger import ledger as ledger_module
+from lightning_lap2.callback.ledger.journal import PATTERN
+from lightning_lap2.callback.ledger.ledger import checksum
 from tests.helpers import LIGHTNING, LIGHTNING_WARNINGS, NAMESPACES, Namespace, classifier, loader, quiet_trainer
 
 pytestmark = LIGHTNING_WARNINGS

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_lap2.accounting import MajorizedAccountant
-from lightning_lap2.callback.journal import PATTERN
+from lightning_lap2.callback.ledger.journal import PATTERN
 from tests.helpers import (
     DELTA,
     LIGHTNING,

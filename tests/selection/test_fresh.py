@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_lap2.accounting.selection import RunLimit
-from lightning_lap2.callback.ledger import SEARCH_CAVEAT, Ledger
+from lightning_lap2.callback.ledger.ledger import SEARCH_CAVEAT, Ledger
 from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.selection.run import make_callback
 from tests.helpers import LIGHTNING, LIGHTNING_WARNINGS, classifier, loader, quiet_trainer

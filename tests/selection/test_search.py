@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from lightning_lap2.accounting.selection import RunCount, RunLimit, search_epsilon
-from lightning_lap2.callback.core import Lap2Core
-from lightning_lap2.callback.ranks import Ranks
+from lightning_lap2.callback.hooks import Lap2Hooks
+from lightning_lap2.callback.release.ranks import Ranks
 from lightning_lap2.errors import UnsupportedSettingError
 from lightning_lap2.selection import BestRun, PrivateSearch
 from lightning_lap2.selection.run import make_callback
@@ -357,7 +357,7 @@ def test_refused_runs(tmp_path: Path, train: Any, error: type[Exception], words:
 
 
 def test_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lap2Core, "_planned", lambda self, session: None)
+    monkeypatch.setattr(Lap2Hooks, "_planned", lambda self, session: None)
     privacy = make_callback(LIGHTNING.lap2, tmp_path, RunLimit(((1.0, 1e-3),)), eps=1.0, delta=1e-3)
     one, two = (
         SimpleNamespace(run=SimpleNamespace(fit=SimpleNamespace(ranks=Ranks(0, size), module=classifier(LIGHTNING.pl))))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_lap2.callback.refusals import UnsupportedSettingError
+from lightning_lap2.callback.checks import UnsupportedSettingError
 from lightning_lap2.gradients import UnsupportedModelError
 from tests.helpers import (
     LIGHTNING,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_lap2.callback import refusals
+from lightning_lap2.callback import checks
 from tests.helpers import LIGHTNING_WARNINGS, Namespace, classifier, loader, quiet_trainer
 
 pytestmark = LIGHTNING_WARNINGS
@@ -41,12 +41,12 @@ def test_launchers_that_lose_the_ledger(namespace: Namespace, strategy: str) -> 
     trainer = quiet_trainer(namespace.pl, namespace.lap2(eps=2.0), strategy=strategy, devices=2)
     method = "fork" if strategy == "ddp_notebook" else strategy.removeprefix("ddp_")
     with pytest.raises(ValueError, match=f"strategy 'ddp_{method}'.*ledger would be lost.*strategy='ddp'"):
-        refusals.check_trainer(trainer, namespace.pl)
+        checks.check_trainer(trainer, namespace.pl)
 
 
 def test_ddp_itself_is_accepted(namespace: Namespace) -> None:
     trainer = quiet_trainer(namespace.pl, namespace.lap2(eps=2.0), strategy="ddp", devices=2)
-    refusals.check_trainer(trainer, namespace.pl)
+    checks.check_trainer(trainer, namespace.pl)
 
 
 SHARDED = r"ModelParallelStrategy\(data_parallel_size=\.\.\., tensor_parallel_size=1\) with fully_shard"
@@ -58,14 +58,14 @@ def test_sharded_strategies(namespace: Namespace, name: str) -> None:
     strategy = type(name, (), {})()
     trainer = SimpleNamespace(strategy=strategy, precision="32-true", overfit_batches=0.0, callbacks=[])
     with pytest.raises(ValueError, match=f"{name}, which Lap2Privacy does not support; use strategy='ddp'.*{SHARDED}"):
-        refusals.check_trainer(trainer, namespace.pl)
+        checks.check_trainer(trainer, namespace.pl)
 
 
 def test_real_fsdp_strategy(namespace: Namespace) -> None:
     strategy = namespace.pl.strategies.FSDPStrategy()
     trainer = SimpleNamespace(strategy=strategy, precision="32-true", overfit_batches=0.0, callbacks=[])
     with pytest.raises(ValueError, match=f"FSDPStrategy.*{SHARDED}"):
-        refusals.check_trainer(trainer, namespace.pl)
+        checks.check_trainer(trainer, namespace.pl)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -75,10 +75,10 @@ def test_model_parallel_strategy_without_tensor_parallelism(namespace: Namespace
     strategy._device_mesh = {"tensor_parallel": SimpleNamespace(size=lambda: size)}
     trainer = SimpleNamespace(strategy=strategy, precision="32-true", overfit_batches=0.0, callbacks=[])
     if size == 1:
-        refusals.check_trainer(trainer, namespace.pl)
+        checks.check_trainer(trainer, namespace.pl)
         return
     with pytest.raises(ValueError, match=rf"tensor_parallel_size=2.*{SHARDED}"):
-        refusals.check_trainer(trainer, namespace.pl)
+        checks.check_trainer(trainer, namespace.pl)
 
 
 def test_subclass_of_ddp(namespace: Namespace) -> None:
@@ -89,7 +89,7 @@ def test_subclass_of_ddp(namespace: Namespace) -> None:
 
     trainer = SimpleNamespace(strategy=Own(), precision="32-true", overfit_batches=0.0, callbacks=[])
     with pytest.raises(ValueError, match="gave Own"):
-        refusals.check_trainer(trainer, namespace.pl)
+        checks.check_trainer(trainer, namespace.pl)
 
 
 # -- neighbouring callbacks -------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
-from lightning_lap2.gradients.replacing import replaced
-from lightning_lap2.gradients.state import content
+from lightning_lap2.gradients.step.replacing import replaced
+from lightning_lap2.gradients.step.state import content
 from lightning_lap2.noise.grid import spacing
 from tests.ddp.job import RANK, Ranks, Result, ledger_of, main
 from tests.helpers import LIGHTNING, budget_for, part_spy, quiet_trainer, watched_releases

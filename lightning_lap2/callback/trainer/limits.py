@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_lap2.callback.patches import Patches
+from lightning_lap2.callback.trainer.patches import Patches
 
 
 def cap_steps(patches: Patches, trainer: Any, last: int) -> None:

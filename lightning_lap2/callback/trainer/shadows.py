@@ -16,7 +16,7 @@ Instance attributes only (no class is ever touched), undone in one place, :meth:
 ``trainer.fit_loop.epoch_loop.automatic_optimization.run``, ``_make_closure``
     the step's own output goes to ``on_train_batch_end``; the optimizer's closure gives no value that can be used.
 ``trainer.strategy.batch_to_device``, ``module._on_before_batch_transfer``
-    a train batch reaches the device, hooks and the step as :mod:`~lightning_lap2.callback.delivery` says.
+    a train batch reaches the device, hooks and the step as :mod:`~lightning_lap2.callback.trainer.delivery` says.
 ``trainer.strategy.training_step``
     the engine runs the user's ``training_step`` for per-example gradients. No public hook lies between "batch ready"
     and "backward"; the module itself stays unpatched, and DistributedDataParallel.forward is never entered, so its
@@ -26,7 +26,7 @@ Instance attributes only (no class is ever touched), undone in one place, :meth:
 ``trainer.fit_loop.epoch_loop.max_steps``, ``min_steps``, ``trainer.fit_loop.min_epochs``
     the last step that the budget affords; only where it is earlier than the Trainer's own.
 hooks of the user's
-    watched, see :mod:`~lightning_lap2.callback.hooks`.
+    watched, see :mod:`~lightning_lap2.callback.trainer.user_hooks`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from lightning_lap2.batches import ExampleBatch
-from lightning_lap2.callback.delivery import find_examples
-from lightning_lap2.callback.patches import Patches, withhold_loss
+from lightning_lap2.callback.trainer.delivery import find_examples
+from lightning_lap2.callback.trainer.patches import Patches, withhold_loss
 from lightning_lap2.errors import UnsupportedModelError
 
 

@@ -37,7 +37,7 @@ from lightning_lap2.gradients.physical import (
     unseen_by_modes,
     whole,
 )
-from lightning_lap2.gradients.replacing import Replacements, Wanted
+from lightning_lap2.gradients.step.replacing import Replacements, Wanted
 
 Call = Callable[..., Any]
 

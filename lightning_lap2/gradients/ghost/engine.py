@@ -16,8 +16,8 @@ from torch.autograd.graph import GradientEdge
 
 from lightning_lap2.batches import Examples
 from lightning_lap2.errors import UnsupportedModelError
+from lightning_lap2.gradients.clipped_sum import add_count, round_down
 from lightning_lap2.gradients.clipping import Clipper
-from lightning_lap2.gradients.contraction import add_count, round_down
 from lightning_lap2.gradients.engine import Engine, full_precision
 from lightning_lap2.gradients.ghost.calls import physical_calls
 from lightning_lap2.gradients.ghost.combine import merge, norms_of_sum
@@ -28,10 +28,10 @@ from lightning_lap2.gradients.ghost.terms import Dense, Term
 from lightning_lap2.gradients.marks import Marks
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.physical import check_torch, for_all, plain_checkpoints
-from lightning_lap2.gradients.runner import Traced, UserStep
-from lightning_lap2.gradients.tracing import explain, traceable
+from lightning_lap2.gradients.step.runner import Traced, UserStep
+from lightning_lap2.gradients.step.tracing import explain, traceable
+from lightning_lap2.gradients.step.whole_batch import seen_by_backward_refused, seen_by_rules_refused
 from lightning_lap2.gradients.vmap import runs_alone
-from lightning_lap2.gradients.whole_batch import seen_by_backward_refused, seen_by_rules_refused
 
 
 class GhostEngine(Engine):

@@ -3,6 +3,6 @@ it."""
 
 from __future__ import annotations
 
-from lightning_lap2.gradients.trial.check import Trial, identical_views, try_step
+from lightning_lap2.gradients.trial.trying import Trial, identical_views, try_step
 
 __all__ = ["Trial", "identical_views", "try_step"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_lap2.gradients.physical import held_here
-from lightning_lap2.gradients.state.walk import walk
+from lightning_lap2.gradients.step.state.walk import walk
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def untouched(module: nn.Module) -> Iterator[set[str]]:
     """Undoes at exit what user code run inside did to ``module`` and to the random generators.
 
     Restored: parameters, buffers, ``.grad``, training flags, and everything else that
-    :func:`~lightning_lap2.gradients.state.walk.walk` finds (so torchmetrics states, running averages kept on the
+    :func:`~lightning_lap2.gradients.step.state.walk.walk` finds (so torchmetrics states, running averages kept on the
     module, lists appended to).
 
     Inside, ``log``, ``log_dict`` and ``print`` of the module do nothing: nothing reaches Lightning. Yields

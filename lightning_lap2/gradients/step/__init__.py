@@ -1,0 +1,1 @@
+"""The user's step, seen from one record: called, recorded, kept from what is not its own."""
