@@ -28,6 +28,7 @@ from lightning_lap2.gradients.physical import (
     PLAIN_TENSORS,
     carries_batch,
     count_modes,
+    dispatches_itself,
     held_here,
     innermost,
     is_wrapped,
@@ -79,6 +80,8 @@ class Marks(TorchDispatchMode):
     ) -> Any:
         if self._ranks and (types or _is_collective(func)):
             _refuse_collective(func, types)
+        if types and self._vmapped:
+            _check_classes(types)
         if kwargs:
             read = [self._read(value) for value in (*args, *kwargs.values()) if isinstance(value, _HOLDERS)]
             out = func(*args, **kwargs)
@@ -145,6 +148,15 @@ class Marks(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         _active.remove(self)
+
+
+def _check_classes(kinds: Iterable[Any]) -> None:
+    for kind in kinds:
+        if dispatches_itself(kind):
+            raise UnsupportedModelError(
+                f"{line_now()} uses a {kind.__name__}, whose __torch_dispatch__ would be handed the whole batch: use "
+                "engine='loop' (as 'auto' does), or plain tensors"
+            )
 
 
 _active: list[Marks] = []

@@ -203,11 +203,18 @@ def seen_by_users(operands: Sequence[Any]) -> bool:
     """Whether an operation on these, outside ``vmap``, would be shown to code of the user's: a function mode that is
     active, or a class of tensors."""
     if not has_torch_function(operands):
-        return False
+        return any(isinstance(value, Tensor) and dispatches_itself(type(value)) for value in operands)
     modes = [type(mode) for mode in torch.overrides._get_current_function_mode_stack()]
     return any(mode.__module__.partition(".")[0] != "torch" for mode in modes) or any(
         hasattr(type(value), "__torch_function__") and type(value) not in PLAIN_TENSORS for value in operands
     )
+
+
+def dispatches_itself(kind: Any) -> bool:
+    """Whether a class of tensors is the user's and is called below ``vmap``, with all examples at once."""
+    if kind in PLAIN_TENSORS or kind.__module__.partition(".")[0] == "torch":
+        return False
+    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
 
 
 recurrent_functions: Any = torch._VF

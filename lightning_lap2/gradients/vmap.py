@@ -23,7 +23,7 @@ from lightning_lap2.gradients.marks import Marks
 from lightning_lap2.gradients.parameters import ParameterLayout
 from lightning_lap2.gradients.physical import check_torch
 from lightning_lap2.gradients.step.runner import Traced, UserStep
-from lightning_lap2.gradients.step.tracing import allowed_layers, explain, way_through
+from lightning_lap2.gradients.step.tracing import check_layers, explain, way_through
 from lightning_lap2.gradients.step.whole_batch import seen_by_rules_refused
 
 # glibc serves blocks below this from memory it keeps; larger ones are new pages each time, which must be cleared
@@ -79,7 +79,7 @@ class VmapEngine(Engine):
     ) -> list[Traced]:
         """See :meth:`Engine.add_clipped`."""
         check_torch(self.name)
-        allowed_layers(self.module, step.layers, vmapped=True)
+        check_layers(self.module, step.layers, vmapped=True)
         chunk = self.chunk_size or self._chunk_size(examples.count, layout)
         names, traced = step.slot_names(layout), []
         # a sum of its own where a later chunk may still be refused

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Subset, default_collate
 from torchmetrics import Metric
 
@@ -963,3 +964,42 @@ class LooksAtTheData(Plain):
 def test_a_step_may_ask_how_much_data_there_is(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Attack(LooksAtTheData, dataset=lambda: ROWS).moved(monkeypatch, engine) <= LIMIT
     assert Rows.__getitem__.__qualname__ == "Rows.__getitem__"  # what was watched is put back
+
+
+class Centring(Tensor):
+    """A class of tensors that is called below ``vmap``, where it subtracts the mean over all rows."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, plain: Tensor) -> Centring:
+        made: Centring = Tensor._make_wrapper_subclass(cls, plain.shape, dtype=plain.dtype)  # type: ignore[attr-defined]
+        made.plain = plain  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*tree_map_only(Centring, lambda t: t.plain, args), **(kwargs or {}))
+        mixes = func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default) and out.shape[-2] > 1
+        return out - out.mean(-2, keepdim=True) if mixes else out
+
+
+class OwnClassOfTensors(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = Centring(torch.eye(FEATURES))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor | None:
+        return super().loss(x @ self.turn, y)
+
+
+@pytest.mark.parametrize("engine", ["auto", "ghost", "vmap"])
+def test_a_class_of_tensors_that_is_called_below_vmap(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        moved = Attack(OwnClassOfTensors).moved(monkeypatch, engine)
+    except REFUSED as refusal:
+        assert engine != "auto" and "a Centring, whose __torch_dispatch__ would be handed the whole batch" in str(
+            refusal
+        )
+    else:
+        assert moved <= LIMIT

@@ -28,11 +28,11 @@ from lightning_lap2.gradients.step.reseeding import reseeding_refused
 from lightning_lap2.gradients.step.state import StateGuard, StateMemory
 from lightning_lap2.gradients.step.stepcall import StepCall
 from lightning_lap2.gradients.step.tracing import (
-    allowed_layers,
     batch_dimension_kept,
     batch_statistics_refused,
+    check_batch_norm,
+    check_layers,
     layers_of,
-    refuse_batch_norm,
 )
 from lightning_lap2.gradients.step.values import Reading
 from lightning_lap2.gradients.step.withheld import Withheld
@@ -220,11 +220,11 @@ class StepRunner:
                 and what to use instead.
         """
         layers = layers_of(self.module)
-        allowed_layers(self.module, layers, vmapped=False)
+        check_layers(self.module, layers, vmapped=False)
         if self.memory is None:
             self.memory = StateMemory(self.module)
         if "eval" not in self.memory.names:
-            refuse_batch_norm(self.module, layers)
+            check_batch_norm(self.module, layers)
         if layout is not self._layout:
             # what an engine can do depends on what trains
             self._layout, self._first, self._settled = layout, {}, set()

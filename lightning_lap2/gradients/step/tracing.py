@@ -40,9 +40,9 @@ def is_traced(value: Any) -> bool:
 # --- refused by name -------------------------------------------------------------------------------------------------
 
 
-def allowed_layers(module: nn.Module, layers: Iterable[nn.Module], *, vmapped: bool) -> None:
+def check_layers(module: nn.Module, layers: Iterable[nn.Module], *, vmapped: bool) -> None:
     """Raises for layers that mix examples, that write what no noise protects, or that ``vmap`` cannot run; for
-    BatchNorm see :func:`refuse_batch_norm`.
+    BatchNorm see :func:`check_batch_norm`.
 
     Args:
         layers: all of ``module``, see :func:`layers_of`.
@@ -58,7 +58,7 @@ def allowed_layers(module: nn.Module, layers: Iterable[nn.Module], *, vmapped: b
             raise _refused(module, layer, reason)
 
 
-def refuse_batch_norm(module: nn.Module, layers: Iterable[nn.Module]) -> None:
+def check_batch_norm(module: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Raises for a BatchNorm in train mode. Where a step switches modes itself, :func:`batch_statistics_refused` sees
     what it is called with.
 
@@ -136,7 +136,7 @@ _modules: list[nn.Module] = []
 
 @contextmanager
 def batch_statistics_refused(module: nn.Module) -> Iterator[None]:
-    """Inside, the functional forms of what :func:`allowed_layers` and :func:`refuse_batch_norm` refuse raise too.
+    """Inside, the functional forms of what :func:`check_layers` and :func:`check_batch_norm` refuse raise too.
 
     A custom layer may call ``F.batch_norm`` itself; its kernel writes the running statistics without counting it as a
     write, so nothing else would notice.
