@@ -253,9 +253,9 @@ _LIBRARIES = sys.stdlib_module_names | {
 def _inside(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         # as it is: a class of its own may load modules when it is asked
-        yield from itertools.islice(dict.values(value), _ENTRIES)
+        yield from (*itertools.islice(dict.values(value), _ENTRIES), *getattr(value, "__dict__", {}).values())
     elif isinstance(value, list | tuple | set | frozenset | deque):
-        yield from itertools.islice(value, _ENTRIES)
+        yield from (*itertools.islice(value, _ENTRIES), *getattr(value, "__dict__", {}).values())
     elif isinstance(value, functools.partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, MethodType):

@@ -195,3 +195,27 @@ def test_what_objects_hold_is_looked_at_without_asking_them() -> None:
             return float(torch.rand((), generator=dict.__getitem__(keeper.lazy, "mine"))), float(keeper.draw())
 
     assert draw() == draw()
+
+
+class _Rows(list[int]):
+    """A data set that is a list, with a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(range(5))
+        self.rng = random.Random(0)
+
+
+class _Columns(dict[str, int]):
+    def __init__(self) -> None:
+        super().__init__(a=1)
+        self.rng = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("keeper", [_Rows(), _Columns()])
+def test_attributes_of_lists_and_dicts_are_looked_at(keeper: Any) -> None:
+    own, known = OwnGenerators(keeper), type(keeper)().rng.random()
+    found = []
+    for key in (b"one", b"one", b"two"):
+        own.seed(key)
+        found.append(keeper.rng.random())
+    assert found[0] == found[1] != found[2] and known not in found
