@@ -50,6 +50,8 @@ nb_merge_streams = True
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|lightning|pl|L|np|numpy|npt|collections|pathlib|optional|trainer)\b.*"),
+    (r"py:class", r"(Array|Blocks|Bound|Norm|RegisteredClipper)"),  # names of types
+    (r"py:class", r"lightning_lap2\.gradients\.ghost\.\w+\.(Use|Scope|Term)"),  # see extending.md
     (r"py:class", r"lightning_lap2\.callback\.hooks\.Lap2Hooks"),  # Lap2Privacy of whichever namespace
 ]
 python_maximum_signature_line_length = 90

@@ -249,7 +249,7 @@ class RunLimit:
 
     def least_multiplier(self, spent: MajorizedAccountant, release: Release, steps: int) -> float:
         """Smallest noise multiplier with which ``steps`` further releases keep the limit; arguments, result and errors
-        as those of :func:`~lightning_lap2.accounting.budget.least_multiplier`."""
+        as those of ``budget.least_multiplier``."""
 
         def composed(multiplier: float) -> MajorizedAccountant:
             total = spent.copy()
@@ -267,7 +267,7 @@ class RunLimit:
 
     def most_steps(self, spent: MajorizedAccountant, release: Release) -> int | float:
         """Largest number of further releases that keep the limit; arguments and result as those of
-        :func:`~lightning_lap2.accounting.budget.most_steps`."""
+        ``budget.most_steps``."""
         before = spent.composition
         found = [most_steps(before, release, eps=eps, delta=delta) for eps, delta in self.points]
         for order, value in self.divergences:
