@@ -35,9 +35,8 @@ class Noise:
         standard_deviation: of noise of scale 1.
         log_density: of noise of scale 1, elementwise, up to a constant.
         magnitude: ``|Z|`` of scale 1 as a function of its survival probability t, elementwise on float64 tensors of
-            torch
-            with entries in (0, 1]; it may work in place. ``None``: ``lightning_lap2.noise`` has a draw of its own.
-            ``lightning_lap2.noise.quantile`` says what it must obey, and checks it.
+            torch with entries in (0, 1]; it may work in place. ``None``: ``lightning_lap2.noise`` has a draw of its
+            own. ``lightning_lap2.noise.quantile`` says what it must obey, and checks it.
     """
 
     name: str
