@@ -36,11 +36,11 @@ def half_noise() -> Iterator[None]:
 @contextmanager
 def bare_layer() -> Iterator[None]:
     """No noise on the first parameter tensor of the module."""
-    release, layouts = releases.release_, preparing.ParameterLayout
+    release, layouts = releases.release_, preparing.make_layout
     sizes: list[int] = []
 
-    def layout(module: Any) -> Any:
-        made = layouts(module)
+    def layout(*args: Any) -> Any:
+        made = layouts(*args)
         sizes[:] = made.sizes
         return made
 
@@ -54,7 +54,7 @@ def bare_layer() -> Iterator[None]:
     def partial(total: Any, *, noise: Any, **options: Any) -> None:
         release(total, noise=Skipping(noise), **options)
 
-    with mock.patch.object(releases, "release_", partial), mock.patch.object(preparing, "ParameterLayout", layout):
+    with mock.patch.object(releases, "release_", partial), mock.patch.object(preparing, "make_layout", layout):
         yield
 
 
