@@ -159,7 +159,10 @@ def test_published_warns_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
         (["calibrate", "--eps", "abc", *SETTING], "--eps: invalid number value: 'abc'"),
         (["calibrate", "--eps", "0", *SETTING, "--delta", "0"], "finite noise multiplier"),
         (["calibrate"], "required: --eps"),
-        (["epsilon", "--noise-multiplier", "1", *SETTING, "--dimension", "2.5"], "dimension must be a non-negative integer or inf, got 2.5"),
+        (
+            ["epsilon", "--noise-multiplier", "1", *SETTING, "--dimension", "2.5"],
+            "dimension must be a non-negative integer or inf, got 2.5",
+        ),
         (["epsilon", "--noise-multiplier", "1", *SETTING, "--bound", "best"], "invalid choice: 'best'"),
         (["epsilon", "--noise-multiplier", "1", *SETTING, "--mechanism", "gaussian", "--bound", "joint"], "bound must"),
         (["compare", "--eps", "1", *SETTING, "--max-grad-norm", "0"], "max_grad_norm must be positive and finite"),
